@@ -42,7 +42,7 @@ def find_candidates(
     local: Bool[Array, "*T E"] | None,
 ) -> Candidates:
     """The candidates of a group, before any ceiling. See `cam_jax.route` for the arguments."""
-    num_tokens, num_experts = selection.scores.shape
+    num_experts = selection.scores.shape[-1]
     possible = (valid & selection.finite)[:, None] & (selection.choice > -jnp.inf)
     original = one_hot_any(selection.experts, num_experts) & possible
 

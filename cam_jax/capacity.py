@@ -191,12 +191,12 @@ def buffer_capacity(
 
 def traced_capacity(
     policy: CapacityPolicy | None,
-    valid_tokens: Int[Array, ""],
+    valid_tokens: Int[Array, "..."],
     *,
     max_tokens: int,
     num_experts: int,
     top_k: int,
-) -> Int[Array, ""]:
+) -> Int[Array, "..."]:
     """The logical ceiling for a traced number of valid tokens, 0..max_tokens.
 
     Looked up in a table made in float64 on the host: float32 arithmetic on the device gives a

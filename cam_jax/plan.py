@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from cam_jax.errors import PolicyError
-from cam_jax.load import LoadStats
+from cam_jax.load_stats import LoadStats
 from cam_jax.router import one_hot_any
 
 Leaf = Any  # an array, or what a tree transformation puts in its place

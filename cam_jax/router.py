@@ -185,9 +185,9 @@ def _mask_groups(choice: Float[Array, "T E"], router: RouterConfig) -> Float[Arr
     else:
         group_scores = jax.lax.top_k(grouped, 2)[0].sum(-1)
     best = jax.lax.top_k(group_scores, router.top_groups)[1]
-    return jnp.where(
-        one_hot_any(best, router.num_groups)[:, :, None], grouped, -jnp.inf
-    ).reshape(choice.shape)
+    return jnp.where(one_hot_any(best, router.num_groups)[:, :, None], grouped, -jnp.inf).reshape(
+        choice.shape
+    )
 
 
 def one_hot_any(ids: Int[Array, "T N"], size: int) -> Bool[Array, "T size"]:

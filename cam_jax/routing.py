@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from cam_jax import capacity_pass
 from cam_jax.candidates import Candidates, find_candidates
-from cam_jax.capacity import CapacityPolicy, buffer_capacity, policy_capacity, traced_capacity
+from cam_jax.capacity import CapacityPolicy, buffer_capacity, traced_capacity
 from cam_jax.errors import InputError, PolicyError
-from cam_jax.load import LoadStats
+from cam_jax.load_stats import LoadStats
 from cam_jax.plan import RoutingPlan
 from cam_jax.reroute import reroute
 from cam_jax.router import Selection, one_hot_any
@@ -138,7 +138,9 @@ def _choices(
     """
     num_experts, top_k = selection.scores.shape[-1], selection.experts.shape[-1]
     most = policy.max_experts_per_token
-    only_top_k = candidates.most_extra == 0 and not (policy.limited and policy.overflow == "reroute")
+    only_top_k = candidates.most_extra == 0 and not (
+        policy.limited and policy.overflow == "reroute"
+    )
     if only_top_k and (most is None or most >= top_k):
         return jnp.where(
             jnp.take_along_axis(kept, selection.experts, -1), selection.experts, num_experts

@@ -1,15 +1,15 @@
-"""One helper for code that must run under `jax.shard_map` with `check_vma=True` as well as outside of it."""
+"""One helper for loops that must run under `jax.shard_map(check_vma=True)` as well as outside."""
 
 import jax
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Shaped
 
 
-def vary_like(x: Array, *others: Array) -> Array:
-    """`x`, marked as varying over every mesh axis that one of `others` varies over.
+def vary_like(x: Shaped[Array, "..."], *others: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """`x`, marked as varying over every mesh axis that one of ``others`` varies over.
 
-    Loop carries and branches must not change which axes they vary over, but a constant that starts a carry varies
-    over none. Outside of `shard_map` this returns `x` itself.
+    A loop's carry must not change which axes it varies over, but a constant that starts it varies
+    over none. Outside of `shard_map` this returns ``x`` itself.
     """
     have = jax.typeof(x).manual_axis_type.varying
     want = frozenset().union(*(jax.typeof(other).manual_axis_type.varying for other in others))

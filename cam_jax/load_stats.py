@@ -1,4 +1,4 @@
-"""Load statistics: what the experts were asked for, what they got, and what was dropped, by cause."""
+"""Load statistics: what experts were asked for, what they got, what was dropped, by cause."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -102,4 +102,3 @@ def device_counts(counts: Int[Array, "*rest E"], devices: int) -> Int[Array, "*r
     pad = [(0, 0)] * (counts.ndim - 1) + [(0, devices * per_device - num_experts)]
     blocks = jnp.pad(counts, pad).reshape(*counts.shape[:-1], devices, per_device)
     return blocks.sum(-1, dtype=counts.dtype)
-

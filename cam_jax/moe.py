@@ -1,0 +1,262 @@
+"""The MoE layer: router, groups, routing, and the transport that policy and devices call for.
+
+B sequences, S positions, G groups, T tokens of one group, D features, E experts.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from cam_jax.candidates import find_candidates
+from cam_jax.capacity import CapacityPolicy
+from cam_jax.errors import InputError, MeshError, PolicyError
+from cam_jax.experts import MoEParams, shared_expert
+from cam_jax.groups import Groups, mesh_sizes
+from cam_jax.load_stats import LoadStats
+from cam_jax.plan import RoutingPlan
+from cam_jax.router import RouterConfig, Selection, select
+from cam_jax.routing import NO_POLICY, route
+from cam_jax.transports import TRANSPORTS, dropless, gather
+
+
+def moe_layer(
+    x: Float[Array, "B S D"] | Float[Array, "T D"],
+    params: MoEParams,
+    router: RouterConfig,
+    policy: CapacityPolicy | None,
+    *,
+    mesh: Mesh | None = None,
+    virtual_devices: int | tuple[int, int] = 1,
+    valid: Bool[Array, "..."] | None = None,
+    priority: Int[Array, "..."] | None = None,
+    layer: int | Int[Array, ""] = 0,
+    transport: str | None = None,
+) -> tuple[Float[Array, "..."], LoadStats]:
+    """Routes every token to its experts under ``policy`` and adds up what they make of it.
+
+    Router logits are float32 whatever the dtype of ``x``. A token without any expert (dropped by
+    all, or not finite) gets 0, and the shared expert's output where there is one; padding gets 0.
+
+    Args:
+        x: hidden states; [T, D] means T sequences of one position.
+        params: the layer's weights.
+        router: how the model selects and weighs experts.
+        policy: the ceiling, static; None: the model as trained.
+        mesh: None, one device.
+        virtual_devices: emulate the groups of so many expert-parallel devices, or of a
+            (data, expert) mesh, on this one.
+        valid: [B, S] ([T] with [T, D]), which positions are real; all if None.
+        priority: same shape, integers; larger is kept first.
+        layer: number of this layer, for metric="random"; may be traced.
+        transport: by name; None: "dropless" without a ceiling and for scope="device", else
+            "gather". "einsum" is for reading and small groups.
+
+    Returns:
+        What is to be added to the residual, shape and dtype of ``x``, and the statistics of all
+        groups together.
+
+    Raises:
+        InputError: an empty input, or shapes that do not fit each other.
+        PolicyError: a transport that cannot serve the policy.
+        MeshError: a mesh was given.
+    """
+    if mesh is not None:
+        raise MeshError("moe_layer runs on one device: leave mesh=None and use virtual_devices")
+    policy = policy or NO_POLICY
+    run = _transport(transport, policy)
+    data, expert = mesh_sizes(virtual_devices)
+    x3, valid2, priority2 = _as_rows(x, params, router, policy, valid, priority)
+    groups = Groups(
+        rows=x3.shape[0],
+        positions=x3.shape[1],
+        # Without a ceiling nothing competes, and one group is the cheapest.
+        group=policy.group if policy.limited else "batch",
+        data=data,
+        expert=expert,
+    )
+    x_g, valid_g = groups.split(x3), groups.split(valid2)
+    priority_g = None if priority2 is None else groups.split(priority2)
+    selection = _select(x_g, valid_g, params, router)
+
+    def plan(policy: CapacityPolicy) -> RoutingPlan:
+        return _route(
+            selection, policy, groups=groups, valid=valid_g, priority=priority_g, layer=layer
+        )
+
+    y_g, load = run(x_g, plan, policy, params)
+    y = groups.merge(y_g)
+    if params.shared is not None:
+        shared = shared_expert(x3.reshape(-1, x3.shape[-1]), params.shared)
+        y = jnp.where(valid2[..., None], y + shared.reshape(x3.shape), 0)
+    return y.reshape(x.shape), load
+
+
+def router_logits(
+    x: Float[Array, "*rest D"], weight: Float[Array, "E D"]
+) -> Float[Array, "*rest E"]:
+    """Float32 at the highest precision: bfloat16 logits would change the selection."""
+    return jnp.einsum(
+        "...d,ed->...e",
+        x.astype(jnp.float32),
+        weight.astype(jnp.float32),
+        precision=lax.Precision.HIGHEST,
+    )
+
+
+def _select(
+    x: Float[Array, "G T D"], valid: Bool[Array, "G T"], params: MoEParams, router: RouterConfig
+) -> Selection:
+    # A row that is not finite leaves the matmul and comes back as NaN logits: otherwise its NaN,
+    # times a gradient of 0, would still be NaN in the router's gradient.
+    usable = valid & jnp.isfinite(x).all(-1)
+    logits = router_logits(jnp.where(usable[..., None], x, 0), params.router)
+    logits = jnp.where(usable[..., None], logits, jnp.nan)
+    return jax.vmap(lambda row: select(row, router, bias=params.bias))(logits)
+
+
+def _route(
+    selection: Selection,
+    policy: CapacityPolicy,
+    *,
+    groups: Groups,
+    valid: Bool[Array, "G T"],
+    priority: Int[Array, "G T"] | None,
+    layer: int | Int[Array, ""],
+) -> RoutingPlan:
+    """One plan for all groups, with leading axis [G]."""
+    demand = None
+    if policy.expert_drop:  # all groups skip the same experts
+
+        def wishes(selection: Selection, valid: Bool[Array, " T"]) -> Int[Array, " E"]:
+            found = find_candidates(
+                selection, NO_POLICY, valid=valid, demand=None, ep_size=1, ep_rank=0, local=None
+            )
+            return found.original.sum(0, dtype=jnp.int32)
+
+        demand = jax.vmap(wishes)(selection, valid).sum(0)
+
+    def one(
+        selection: Selection, valid: Array, priority: Array | None, index: Array, ep_rank: Array
+    ) -> RoutingPlan:
+        return route(
+            selection,
+            policy,
+            valid=valid,
+            priority=priority,
+            demand=demand,
+            layer=layer,
+            group_index=index,
+            ep_size=groups.expert,
+            ep_rank=ep_rank,
+        )
+
+    return jax.vmap(one)(
+        selection, valid, priority, jnp.asarray(groups.index), jnp.asarray(groups.ep_rank)
+    )
+
+
+# --- from a policy to what runs ---
+
+# (x [G, T, D], plan of a policy, policy, params) -> (y [G, T, D], statistics of all groups)
+Runner = Callable[
+    [Array, Callable[[CapacityPolicy], RoutingPlan], CapacityPolicy, MoEParams],
+    tuple[Array, LoadStats],
+]
+
+
+def _transport(name: str | None, policy: CapacityPolicy) -> Runner:
+    """What runs ``policy``; refuses a named transport that cannot."""
+    if name is not None and name not in TRANSPORTS:
+        raise PolicyError(f"transport={name!r}: expected one of {', '.join(TRANSPORTS)}, or None")
+    if policy.limited and policy.overflow == "fallback":
+        if name is None:
+            return _fallback
+        if name == "dropless":
+            return _exact
+        raise PolicyError(
+            f"transport={name!r} has no dropless pass for overflow='fallback' to fall back to: "
+            "leave transport=None or use 'dropless'"
+        )
+    if name is None:
+        name = "dropless" if not policy.limited or policy.scope == "device" else "gather"
+    elif policy.scope == "device" and name != "dropless":
+        raise PolicyError(
+            f"transport={name!r} needs slots per expert, which scope='device' has not: leave "
+            "transport=None or use 'dropless'"
+        )
+    move = TRANSPORTS[name]
+
+    def run(x: Array, plan: Any, policy: CapacityPolicy, params: MoEParams) -> Any:
+        routed = plan(policy)
+        return move(x, routed, params.experts), routed.load.sum(0)
+
+    return run
+
+
+def _without_ceiling(policy: CapacityPolicy) -> CapacityPolicy:
+    return dataclasses.replace(policy, capacity_factor=None, capacity=None, overflow="drop")
+
+
+def _exact(x: Array, plan: Any, policy: CapacityPolicy, params: MoEParams) -> Any:
+    routed = plan(_without_ceiling(policy))
+    return dropless(x, routed, params.experts), routed.load.sum(0)
+
+
+def _fallback(x: Array, plan: Any, policy: CapacityPolicy, params: MoEParams) -> Any:
+    """Capacity-sized buffers while no group overflows, an exact dropless pass otherwise."""
+    capped, exact = plan(policy), plan(_without_ceiling(policy))
+    overflow = capped.load.dropped_capacity.sum() > 0
+    y = lax.cond(
+        overflow,
+        lambda: dropless(x, exact, params.experts),
+        lambda: gather(x, capped, params.experts),
+    )
+    load = jax.tree.map(
+        lambda a, b: jnp.where(overflow, a, b), exact.load.sum(0), capped.load.sum(0)
+    )
+    # The ceiling that was asked for stays visible, whichever pass ran.
+    return y, dataclasses.replace(load, capacity=capped.load.capacity.max())
+
+
+def _as_rows(
+    x: Array,
+    params: MoEParams,
+    router: RouterConfig,
+    policy: CapacityPolicy,
+    valid: Array | None,
+    priority: Array | None,
+) -> tuple[Array, Array, Array | None]:
+    """Checks every shape; x as [B, S, D], valid and priority as [B, S]."""
+    if x.ndim not in (2, 3):
+        raise InputError(f"x has shape {x.shape}: expected [B, S, D] or [T, D]")
+    if x.size == 0:
+        raise InputError(f"x has shape {x.shape}: the layer needs at least one token")
+    expected = (router.num_experts, x.shape[-1])
+    if params.router.shape != expected:
+        raise InputError(
+            f"params.router has shape {params.router.shape}: expected [E, D] = {expected}"
+        )
+    if params.experts.gate.shape[0] != router.num_experts:
+        raise InputError(
+            f"params.experts hold {params.experts.gate.shape[0]} experts, the router "
+            f"{router.num_experts}"
+        )
+    for name, given in (("valid", valid), ("priority", priority)):
+        if given is not None and given.shape != x.shape[:-1]:
+            raise InputError(f"{name} has shape {given.shape}: expected {x.shape[:-1]}, like x")
+    if x.ndim == 2 and policy.limited and policy.group == "sequence":
+        raise InputError(
+            "x is [T, D], without sequences, but group='sequence': give [B, S, D], or use "
+            "group='device' or 'batch'"
+        )
+    batch = (x.shape[0], 1) if x.ndim == 2 else x.shape[:2]
+    valid = jnp.ones(batch, bool) if valid is None else valid.astype(bool).reshape(batch)
+    if priority is not None:
+        priority = priority.reshape(batch)
+    return x.reshape(*batch, x.shape[-1]), valid, priority

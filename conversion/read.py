@@ -1,0 +1,219 @@
+"""Planned bytes into arrays: several threads, no intermediate copy, one check for NaN while hot."""
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+
+from cam_jax.conversion.arrays import (
+    DTYPES,
+    aligned_empty,
+    as_bytes,
+    count_nonfinite,
+    has_nonfinite,
+    load_dtype,
+)
+from cam_jax.conversion.plan import LoadPlan, leaf_view
+from cam_jax.conversion.source import CheckpointSource
+from cam_jax.errors import CheckpointError
+
+CHUNK_BYTES = 8 << 20
+"""Read, checked and cast at a time: fits a core's caches, and bounds the temporary of a cast."""
+
+MAX_THREADS = 4
+"""Copies out of the page cache saturate the memory of common hosts with a few cores."""
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes total) by one thread at a time, done never falling."""
+
+
+class NonfiniteWarning(UserWarning):
+    """A checkpoint with NaN or infinite weights was loaded on request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    tensor: str
+    slices: tuple[slice, ...]
+    target: np.ndarray
+
+
+def read_leaves(
+    plan: LoadPlan,
+    *,
+    dtype: str | np.dtype | type | None = None,
+    paths: Iterable[str] | None = None,
+    out: Mapping[str, np.ndarray] | None = None,
+    allow_nonfinite: bool = False,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> dict[str, np.ndarray]:
+    """Read leaves, each straight from the file into its array.
+
+    Args:
+        plan: from `make_plan`.
+        dtype: None keeps the files' types, "bf16" or "f32" casts while reading.
+        paths: the leaves to read, all when None.
+        out: arrays to fill, by leaf path (rows of a stacked array, say), whose types win over
+            `dtype`. Leaves without an entry get a new array, aligned for JAX.
+        allow_nonfinite: load NaN and infinities, with a NonfiniteWarning that counts them.
+        progress: called as bytes arrive.
+        threads: readers, by default one per core up to MAX_THREADS.
+
+    Returns leaf path -> array, of the shapes in plan. Raises CheckpointError for a file that
+    changed or ended since its header was read, and for values that are not finite (naming every
+    tensor).
+    """
+    wanted = list(plan.shapes) if paths is None else list(paths)
+    keep = load_dtype(dtype)
+    given = {} if out is None else out
+    leaves = {}
+    for path in wanted:
+        leaf = given.get(path)
+        if leaf is None:
+            leaf = aligned_empty(plan.shapes[path], keep or plan.dtypes[path])
+        elif leaf.shape != plan.shapes[path]:
+            raise ValueError(f"out[{path!r}] is {list(leaf.shape)}, not {list(plan.shapes[path])}")
+        leaves[path] = leaf
+    chunks = _chunks(plan, leaves)
+    bad = _read_all(plan.source, chunks, progress, threads or _default_threads())
+    if bad:
+        message = "; ".join(
+            f"{name} in {plan.source.spec(name).path}: {nan} NaN, {inf} infinite"
+            for name, (nan, inf) in sorted(bad.items())
+        )
+        if not allow_nonfinite:
+            raise CheckpointError(
+                f"weights that are not finite: {message}. Load them with allow_nonfinite=True."
+            )
+        warnings.warn(f"weights that are not finite: {message}", NonfiniteWarning, stacklevel=2)
+    return leaves
+
+
+def check_tied(plan: LoadPlan) -> None:
+    """Compare tensors that the config says are the same one.
+
+    Raises CheckpointError when they differ: the file then holds an output head that loading with
+    tied embeddings would leave out without a word.
+    """
+    source = plan.source
+    for name, twin in plan.tied:
+        a, b = source.spec(name), source.spec(twin)
+        same = a.shape == b.shape and all(
+            _equal(source.read_slice(name, rows), source.read_slice(twin, rows))
+            for rows in _row_ranges(a.shape, a.nbytes)
+        )
+        if not same:
+            raise CheckpointError(
+                f"config.json says tie_word_embeddings=true, but {name} ({a.path}, {a.dtype}"
+                f"{list(a.shape)}) differs from {twin} ({b.path}, {b.dtype}{list(b.shape)}). "
+                "Set tie_word_embeddings to false in config.json if the head is its own."
+            )
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.dtype == b.dtype:
+        return bool(np.array_equal(as_bytes(a), as_bytes(b)))
+    return bool(np.array_equal(a.astype(np.float64), b.astype(np.float64)))
+
+
+def _default_threads() -> int:
+    return min(MAX_THREADS, os.cpu_count() or 1)
+
+
+def _row_ranges(shape: tuple[int, ...], nbytes: int) -> Iterator[tuple[slice, ...]]:
+    """Ranges over the first axis that cut an array of nbytes into parts of about CHUNK_BYTES."""
+    if not shape or nbytes <= CHUNK_BYTES:
+        yield ()
+        return
+    rows = max(1, shape[0] * CHUNK_BYTES // nbytes)
+    for start in range(0, shape[0], rows):
+        yield (slice(start, min(start + rows, shape[0])),)
+
+
+def _chunks(plan: LoadPlan, leaves: Mapping[str, np.ndarray]) -> list[_Chunk]:
+    """All that is to be read, in the order of the files."""
+    chunks = []
+    for piece in plan.pieces:
+        if piece.leaf not in leaves:
+            continue
+        target = leaf_view(leaves, piece)
+        itemsize = DTYPES[plan.source.spec(piece.tensor).dtype].itemsize
+        for part in _row_ranges(piece.shape, target.size * itemsize):
+            rows = part
+            if part and piece.slices:  # rows of the region, counted from the tensor's start
+                origin = piece.slices[0].start
+                rows = (slice(origin + part[0].start, origin + part[0].stop), *piece.slices[1:])
+            chunks.append(
+                _Chunk(
+                    tensor=piece.tensor,
+                    slices=rows or piece.slices,
+                    target=target[part[0]] if part else target,
+                )
+            )
+
+    def place(chunk: _Chunk) -> tuple[str, int, int]:
+        spec = plan.source.spec(chunk.tensor)
+        return str(spec.path), spec.begin, chunk.slices[0].start if chunk.slices else 0
+
+    return sorted(chunks, key=place)
+
+
+def _read_all(
+    source: CheckpointSource, chunks: list[_Chunk], progress: Progress | None, threads: int
+) -> dict[str, tuple[int, int]]:
+    """Fill all targets; returns tensor -> (NaN, infinite) where there are any."""
+    sizes = [c.target.size * DTYPES[source.spec(c.tensor).dtype].itemsize for c in chunks]
+    total = sum(sizes)
+    done = 0
+    bad: dict[str, tuple[int, int]] = {}
+    lock = threading.Lock()
+    if progress is not None:
+        progress(0, total)
+
+    def work(chunk: _Chunk, size: int) -> None:
+        nonlocal done
+        nan, inf = _read_chunk(source, chunk)
+        with lock:
+            if nan or inf:
+                before = bad.get(chunk.tensor, (0, 0))
+                bad[chunk.tensor] = (before[0] + nan, before[1] + inf)
+            done += size
+            if progress is not None:
+                progress(done, total)
+
+    if threads == 1:
+        for chunk, size in zip(chunks, sizes, strict=True):
+            work(chunk, size)
+        return bad
+    with ThreadPoolExecutor(threads, thread_name_prefix="cam_jax-read") as pool:
+        futures = [pool.submit(work, c, s) for c, s in zip(chunks, sizes, strict=True)]
+        try:
+            finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        failed = [future for future in finished if future.exception() is not None]
+        if failed:
+            pool.shutdown(cancel_futures=True)
+            failed[0].result()
+    return bad
+
+
+def _read_chunk(source: CheckpointSource, chunk: _Chunk) -> tuple[int, int]:
+    """Fill one target; returns how many of its values are (NaN, infinite)."""
+    target = chunk.target
+    stored = DTYPES[source.spec(chunk.tensor).dtype]
+    if target.dtype == stored:
+        source.read_slice(chunk.tensor, chunk.slices, out=target)
+    else:
+        # A value too large for the new type becomes infinite, which the check below then counts.
+        with np.errstate(over="ignore"):
+            target[...] = source.read_slice(chunk.tensor, chunk.slices)
+    if not has_nonfinite(target):
+        return 0, 0
+    return count_nonfinite(target)

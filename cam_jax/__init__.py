@@ -6,6 +6,7 @@ from cam_jax.capacity import CapacityPolicy, expert_capacity
 from cam_jax.dispatch import combine, dispatch
 from cam_jax.experts import ExpertWeights, MoEParams, SharedExpert
 from cam_jax.load_stats import LoadStats
+from cam_jax.mesh import make_mesh
 from cam_jax.moe import moe_layer
 from cam_jax.plan import RoutingPlan
 from cam_jax.router import RouterConfig, Selection, select, select_from_scores
@@ -28,6 +29,7 @@ __all__ = [
     "dispatch",
     "expert_capacity",
     "load",
+    "make_mesh",
     "moe_layer",
     "route",
     "select",

@@ -13,15 +13,16 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from cam_jax.candidates import find_candidates
 from cam_jax.capacity import CapacityPolicy
 from cam_jax.errors import InputError, MeshError, PolicyError
+from cam_jax.expert_parallel import expert_parallel_layer
 from cam_jax.experts import MoEParams, shared_expert
+from cam_jax.group_routing import group_demand, route_groups, select_groups
 from cam_jax.groups import Groups, mesh_sizes
 from cam_jax.load_stats import LoadStats
 from cam_jax.plan import RoutingPlan
-from cam_jax.router import RouterConfig, Selection, select
-from cam_jax.routing import NO_POLICY, route
+from cam_jax.router import RouterConfig
+from cam_jax.routing import NO_POLICY
 from cam_jax.transports import TRANSPORTS, dropless, gather
 
 
@@ -48,14 +49,16 @@ def moe_layer(
         params: the layer's weights.
         router: how the model selects and weighs experts.
         policy: the ceiling, static; None: the model as trained.
-        mesh: None, one device.
+        mesh: of `cam_jax.make_mesh`: sequences lie over data x expert, experts over "expert", their
+            hidden features over "tensor"; None: one device.
         virtual_devices: emulate the groups of so many expert-parallel devices, or of a
             (data, expert) mesh, on this one.
         valid: [B, S] ([T] with [T, D]), which positions are real; all if None.
         priority: same shape, integers; larger is kept first.
         layer: number of this layer, for metric="random"; may be traced.
         transport: by name; None: "dropless" without a ceiling and for scope="device", else
-            "gather". "einsum" is for reading and small groups.
+            "gather". "einsum" is for reading and small groups. On a mesh the policy leaves no
+            choice: "all_to_all", "all_gather" (group="batch") or "dropless".
 
     Returns:
         What is to be added to the residual, shape and dtype of ``x``, and the statistics of all
@@ -64,14 +67,30 @@ def moe_layer(
     Raises:
         InputError: an empty input, or shapes that do not fit each other.
         PolicyError: a transport that cannot serve the policy.
-        MeshError: a mesh was given.
+        MeshError: a mesh that the layer does not fit.
     """
-    if mesh is not None:
-        raise MeshError("moe_layer runs on one device: leave mesh=None and use virtual_devices")
     policy = policy or NO_POLICY
-    run = _transport(transport, policy)
     data, expert = mesh_sizes(virtual_devices)
     x3, valid2, priority2 = _as_rows(x, params, router, policy, valid, priority)
+    if mesh is not None:
+        if (data, expert) != (1, 1):
+            raise MeshError(
+                f"virtual_devices={virtual_devices} emulates devices where a mesh has real ones: "
+                "give one of them"
+            )
+        y, load = expert_parallel_layer(
+            x3,
+            params,
+            router,
+            policy,
+            mesh=mesh,
+            valid=valid2,
+            priority=priority2,
+            layer=layer,
+            transport=transport,
+        )
+        return y.reshape(x.shape), load
+    run = _transport(transport, policy)
     groups = Groups(
         rows=x3.shape[0],
         positions=x3.shape[1],
@@ -82,11 +101,21 @@ def moe_layer(
     )
     x_g, valid_g = groups.split(x3), groups.split(valid2)
     priority_g = None if priority2 is None else groups.split(priority2)
-    selection = _select(x_g, valid_g, params, router)
+    selection = select_groups(x_g, valid_g, params, router)
+    # All groups skip the same experts.
+    demand = group_demand(selection, valid_g) if policy.expert_drop else None
 
     def plan(policy: CapacityPolicy) -> RoutingPlan:
-        return _route(
-            selection, policy, groups=groups, valid=valid_g, priority=priority_g, layer=layer
+        return route_groups(
+            selection,
+            policy,
+            valid=valid_g,
+            priority=priority_g,
+            demand=demand,
+            layer=layer,
+            index=jnp.asarray(groups.index),
+            ep_rank=jnp.asarray(groups.ep_rank),
+            ep_size=groups.expert,
         )
 
     y_g, load = run(x_g, plan, policy, params)
@@ -95,70 +124,6 @@ def moe_layer(
         shared = shared_expert(x3.reshape(-1, x3.shape[-1]), params.shared)
         y = jnp.where(valid2[..., None], y + shared.reshape(x3.shape), 0)
     return y.reshape(x.shape), load
-
-
-def router_logits(
-    x: Float[Array, "*rest D"], weight: Float[Array, "E D"]
-) -> Float[Array, "*rest E"]:
-    """Float32 at the highest precision: bfloat16 logits would change the selection."""
-    return jnp.einsum(
-        "...d,ed->...e",
-        x.astype(jnp.float32),
-        weight.astype(jnp.float32),
-        precision=lax.Precision.HIGHEST,
-    )
-
-
-def _select(
-    x: Float[Array, "G T D"], valid: Bool[Array, "G T"], params: MoEParams, router: RouterConfig
-) -> Selection:
-    # A row that is not finite leaves the matmul and comes back as NaN logits: otherwise its NaN,
-    # times a gradient of 0, would still be NaN in the router's gradient.
-    usable = valid & jnp.isfinite(x).all(-1)
-    logits = router_logits(jnp.where(usable[..., None], x, 0), params.router)
-    logits = jnp.where(usable[..., None], logits, jnp.nan)
-    return jax.vmap(lambda row: select(row, router, bias=params.bias))(logits)
-
-
-def _route(
-    selection: Selection,
-    policy: CapacityPolicy,
-    *,
-    groups: Groups,
-    valid: Bool[Array, "G T"],
-    priority: Int[Array, "G T"] | None,
-    layer: int | Int[Array, ""],
-) -> RoutingPlan:
-    """One plan for all groups, with leading axis [G]."""
-    demand = None
-    if policy.expert_drop:  # all groups skip the same experts
-
-        def wishes(selection: Selection, valid: Bool[Array, " T"]) -> Int[Array, " E"]:
-            found = find_candidates(
-                selection, NO_POLICY, valid=valid, demand=None, ep_size=1, ep_rank=0, local=None
-            )
-            return found.original.sum(0, dtype=jnp.int32)
-
-        demand = jax.vmap(wishes)(selection, valid).sum(0)
-
-    def one(
-        selection: Selection, valid: Array, priority: Array | None, index: Array, ep_rank: Array
-    ) -> RoutingPlan:
-        return route(
-            selection,
-            policy,
-            valid=valid,
-            priority=priority,
-            demand=demand,
-            layer=layer,
-            group_index=index,
-            ep_size=groups.expert,
-            ep_rank=ep_rank,
-        )
-
-    return jax.vmap(one)(
-        selection, valid, priority, jnp.asarray(groups.index), jnp.asarray(groups.ep_rank)
-    )
 
 
 # --- from a policy to what runs ---

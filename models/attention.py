@@ -84,7 +84,7 @@ def _attend_block(
     scale: float,
     window: int | None,
 ) -> jax.Array:
-    """`attend` with all scores at once. The queries of a key head are one matrix: [B, N, H/N*S, T]."""
+    """`attend` with all scores at once; the queries of a key head are one matrix."""
     batch, heads, length, _ = query.shape
     rows = query.reshape(batch, key.shape[1], -1, query.shape[-1])
     scores = jnp.einsum("bnrd,bntd->bnrt", rows, key, preferred_element_type=jnp.float32)
@@ -104,7 +104,7 @@ def _by_blocks(
     positions: jax.Array,
     block: int,
 ) -> jax.Array:
-    """Maps one_block over blocks of queries; a gradient recomputes a block instead of keeping it."""
+    """Maps one_block over blocks of queries; a gradient recomputes a block, it keeps none."""
     batch, heads, length, dim = query.shape
     count = -(-length // block)
     spare = count * block - length
@@ -211,7 +211,7 @@ class Attention(nnx.Module):
         return linear(flat, self.o[...], self._optional("o_bias")), entries
 
     def _project(self, x: jax.Array, name: str, heads: int) -> jax.Array:
-        """Projection, norm and clipping of "q", "k" or "v", split into heads: [B, heads, S, dim]."""
+        """Projection, norm and clipping of "q", "k" or "v", by head: [B, heads, S, dim]."""
         a = self.config
         y = linear(x, getattr(self, name)[...], self._optional(f"{name}_bias"))
         norm = None if name == "v" else self._optional(f"{name}_norm")

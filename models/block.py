@@ -1,4 +1,4 @@
-"""One decoder layer: attention, then experts or a dense MLP, each behind a norm and on the residual."""
+"""One decoder layer: attention, then experts or a dense MLP, each behind a norm, both residual."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +10,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from cam_jax.capacity import CapacityPolicy
-from cam_jax.experts import ExpertWeights, SharedExpert
+from cam_jax.experts import ExpertWeights, MoEParams, SharedExpert
 from cam_jax.load_stats import LoadStats
 from cam_jax.models.attention import Attention, AttentionContext, Entries
 from cam_jax.models.config import DecoderConfig, LayerKind
 from cam_jax.models.norm import linear, rms_norm
-from cam_jax.moe import MoEParams, moe_layer
+from cam_jax.moe import moe_layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +37,38 @@ class CallContext:
     transport: str | None
 
 
-class Weights(nnx.Module):
-    """A named group of parameters without arithmetic of its own."""
+class Experts(nnx.Module):
+    """The routed experts' weights: gate, up [E, F, D] and down [E, D, F]."""
 
-    def __init__(self, **parameters: jax.Array) -> None:
-        for name, value in parameters.items():
-            setattr(self, name, nnx.Param(value))
+    def __init__(self, gate: jax.Array, up: jax.Array, down: jax.Array) -> None:
+        self.gate = nnx.Param(gate)
+        self.up = nnx.Param(up)
+        self.down = nnx.Param(down)
+
+    def weights(self) -> ExpertWeights:
+        """As `cam_jax.moe_layer` takes them."""
+        return ExpertWeights(gate=self.gate[...], up=self.up[...], down=self.down[...])
+
+
+class Shared(nnx.Module):
+    """The shared expert's weights: gate, up [F, D], down [D, F], and router [1, D] if gated."""
+
+    def __init__(
+        self, gate: jax.Array, up: jax.Array, down: jax.Array, router: jax.Array | None
+    ) -> None:
+        self.gate = nnx.Param(gate)
+        self.up = nnx.Param(up)
+        self.down = nnx.Param(down)
+        self.router = None if router is None else nnx.Param(router)
+
+    def weights(self) -> SharedExpert:
+        """As `cam_jax.moe_layer` takes them."""
+        return SharedExpert(
+            gate=self.gate[...],
+            up=self.up[...],
+            down=self.down[...],
+            router=None if self.router is None else self.router[...],
+        )
 
 
 class MLP(nnx.Module):
@@ -81,41 +107,26 @@ class MoE(nnx.Module):
         self.router = nnx.Param(weight(count, outer))
         if moe.selection_bias:
             self.bias = nnx.Param(jnp.zeros(count, jnp.float32))
-        self.experts = Weights(
+        self.experts = Experts(
             gate=weight(count, inner, outer),
             up=weight(count, inner, outer),
             down=weight(count, outer, inner),
         )
         if moe.shared_size:
-            shared = {
-                "gate": weight(moe.shared_size, outer),
-                "up": weight(moe.shared_size, outer),
-                "down": weight(outer, moe.shared_size),
-            }
-            if moe.shared_gated:
-                shared["router"] = weight(1, outer)
-            self.shared = Weights(**shared)
+            self.shared = Shared(
+                gate=weight(moe.shared_size, outer),
+                up=weight(moe.shared_size, outer),
+                down=weight(outer, moe.shared_size),
+                router=weight(1, outer) if moe.shared_gated else None,
+            )
 
     def parameters(self) -> MoEParams:
         """The parameters as `cam_jax.moe_layer` takes them."""
-        shared = None
-        if self.config.shared_size:
-            gated = self.config.shared_gated
-            shared = SharedExpert(
-                gate=self.shared.gate[...],
-                up=self.shared.up[...],
-                down=self.shared.down[...],
-                router=self.shared.router[...] if gated else None,
-            )
         return MoEParams(
             router=self.router[...],
-            experts=ExpertWeights(
-                gate=self.experts.gate[...],
-                up=self.experts.up[...],
-                down=self.experts.down[...],
-            ),
+            experts=self.experts.weights(),
             bias=self.bias[...] if self.config.selection_bias else None,
-            shared=shared,
+            shared=self.shared.weights() if self.config.shared_size else None,
         )
 
     def __call__(

@@ -1,8 +1,8 @@
 """What attention remembers between calls: keys and values of every layer, and where tokens stand.
 
 Columns are absolute: call after call writes its S columns behind the last ones, padding included,
-and `positions` tells which columns hold tokens. A row's position in RoPE is its own count of tokens,
-so rows padded on either side continue from where their own text ended.
+and `positions` tells which columns hold tokens. A row's position in RoPE is its own count of
+tokens, so rows padded on either side continue from where their own text ended.
 """
 
 from collections.abc import Mapping

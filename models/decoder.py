@@ -1,7 +1,7 @@
-"""The decoder all families share: embedding, layers under `lax.scan`, final norm, output projection.
+"""The decoder all families share: embedding, layers under `lax.scan`, norm, output projection.
 
-Layers that are equal are one stack and one scan, so compile time does not grow with depth. `Decoder`
-is an ordinary NNX module; the functions below take its parameters as a plain pytree, which is what
+Equal layers are one stack and one scan, so compile time does not grow with depth. `Decoder` is an
+ordinary NNX module; the functions below take its parameters as a plain pytree, which is what
 `jax.jit` handles fastest and what is donated, sharded and saved:
 
     params = {"embed": [V, D], "segments": [{...}, ...], "final_norm": [D], "lm_head": [V, D]}
@@ -10,8 +10,8 @@ with one dictionary per segment whose leaves are [layers of the segment, ...]; "
 when the embeddings are tied.
 """
 
+from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import groupby
 from typing import Any
 
 import jax
@@ -20,16 +20,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from cam_jax.capacity import CapacityPolicy
-from cam_jax.errors import InputError, PolicyError
+from cam_jax.errors import InputError
 from cam_jax.load_stats import LoadStats
-from cam_jax.models.attention import Attention, AttentionContext, Entries
-from cam_jax.models.block import Block, CallContext
+from cam_jax.models.attention import Attention, AttentionContext
+from cam_jax.models.block import CallContext
 from cam_jax.models.cache import NO_TOKEN, Cache, key_positions, token_positions
-from cam_jax.models.config import DecoderConfig, Segment
+from cam_jax.models.config import DecoderConfig
 from cam_jax.models.norm import rms_norm
 from cam_jax.models.params import Params, param_specs, stack_params, unstack_params
 from cam_jax.models.rope import rope_tables
+from cam_jax.models.segments import Policies, policy_per_layer, run_segment, stacked_blocks
 
 __all__ = [
     "Decoder",
@@ -42,11 +42,9 @@ __all__ = [
     "unstack_params",
 ]
 
-Policies = CapacityPolicy | None | tuple[CapacityPolicy | None, ...]
-
 
 class Decoder(nnx.Module):
-    """Parameters: embed [V, D], segments (a list of stacked Blocks), final_norm [D], lm_head [V, D]."""
+    """Parameters: embed [V, D], segments (stacked Blocks), final_norm [D], lm_head [V, D]."""
 
     def __init__(
         self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32
@@ -56,7 +54,7 @@ class Decoder(nnx.Module):
         table = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(draw(rngs.params(), table, dtype))
         self.segments = nnx.List(
-            [_stacked_blocks(config, segment, rngs, dtype) for segment in config.segments]
+            [stacked_blocks(config, segment, rngs, dtype) for segment in config.segments]
         )
         self.final_norm = nnx.Param(jnp.ones(config.hidden_size, dtype))
         if not config.tie_embeddings:
@@ -77,7 +75,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], Cache | None, LoadStats | None]:
         """As `forward`."""
         config = self.config
-        policies = _policy_per_layer(config, policy)
+        policies = policy_per_layer(config, policy)
         if valid is None:
             valid = jnp.ones(ids.shape, bool)
         _check_batch(ids, valid, cache)
@@ -94,22 +92,16 @@ class Decoder(nnx.Module):
             virtual_devices=virtual_devices,
             transport=transport,
         )
-        entries = None if cache is None else dict(cache.entries)
-        loads = []
+        entries = None if cache is None else cache.entries
+        loads: list[LoadStats] = []
         for segment, blocks in zip(config.segments, self.segments, strict=True):
-            x, entries, found = _run_segment(
+            x, entries, found = run_segment(
                 segment, blocks, x, entries, context, policies, unroll=unroll
             )
             loads.extend(found)
         x = rms_norm(x, self.final_norm[...], config.norm_eps)
-        if grown is not None:
-            grown = Cache(
-                entries=entries,
-                positions=grown.positions,
-                counts=grown.counts,
-                length=grown.length,
-                empty=False,
-            )
+        if grown is not None and entries is not None:
+            grown = replace(grown, entries=entries)
         load = jax.tree.map(lambda *parts: jnp.concatenate(parts), *loads) if loads else None
         return x, grown, load
 
@@ -124,105 +116,6 @@ class Decoder(nnx.Module):
         )
 
 
-def _stacked_blocks(
-    config: DecoderConfig, segment: Segment, rngs: nnx.Rngs, dtype: DTypeLike
-) -> Block:
-    """The segment's blocks as one Block whose parameters have a leading layer axis."""
-
-    @nnx.split_rngs(splits=segment.length)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def create(rngs: nnx.Rngs) -> Block:
-        return Block(config, segment.kind, rngs=rngs, dtype=dtype)
-
-    return create(rngs)
-
-
-def _run_segment(
-    segment: Segment,
-    blocks: Block,
-    x: jax.Array,
-    entries: Entries | None,
-    context: CallContext,
-    policies: tuple[CapacityPolicy | None, ...],
-    *,
-    unroll: bool,
-) -> tuple[jax.Array, Entries | None, list[LoadStats]]:
-    """Scans the segment's layers, once per run of equal policies."""
-    graphdef, state = nnx.split(blocks)
-    stack = nnx.to_pure_dict(state)
-
-    def layer(carry, index, parameters, policy):
-        block = nnx.merge(graphdef, parameters)
-        hidden, kept, load = block(
-            carry[0],
-            context,
-            entries=carry[1],
-            policy=policy,
-            layer=segment.start + index,
-            moe_layer_index=segment.moe_start + index,
-        )
-        return (hidden, kept), load
-
-    own = policies[segment.moe_start : segment.moe_start + segment.length]
-    runs = _runs(own) if segment.kind.moe else [(0, segment.length, None)]
-    carry = (x, entries)
-    loads = []
-    for start, stop, policy in runs:
-        indices = jnp.arange(start, stop, dtype=jnp.int32)
-        if stop - start == segment.length:
-            # The whole stack is scanned over: its gradient then is a stack too, not a sum of stacks.
-            carry, load = jax.lax.scan(
-                lambda c, xs, policy=policy: layer(c, xs[0], xs[1], policy),
-                carry,
-                (indices, stack),
-                unroll=unroll,
-            )
-        else:
-            # Slicing the stack would copy it; indexing it inside the loop does not.
-            carry, load = jax.lax.scan(
-                lambda c, index, policy=policy: layer(
-                    c,
-                    index,
-                    jax.tree.map(
-                        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
-                        stack,
-                    ),
-                    policy,
-                ),
-                carry,
-                indices,
-                unroll=unroll,
-            )
-        if load is not None:
-            loads.append(load)
-    return *carry, loads
-
-
-def _runs(
-    policies: tuple[CapacityPolicy | None, ...],
-) -> list[tuple[int, int, CapacityPolicy | None]]:
-    """Runs of equal policies as (start, stop, policy)."""
-    found = []
-    start = 0
-    for policy, run in groupby(policies):
-        stop = start + len(tuple(run))
-        found.append((start, stop, policy))
-        start = stop
-    return found
-
-
-def _policy_per_layer(config: DecoderConfig, policy: Policies) -> tuple[CapacityPolicy | None, ...]:
-    """One policy per MoE layer."""
-    if not isinstance(policy, tuple):
-        return (policy,) * config.num_moe_layers
-    if len(policy) != config.num_moe_layers:
-        raise PolicyError(
-            f"policy is a tuple of {len(policy)}, but the model has {config.num_moe_layers} MoE "
-            "layers; give one policy (or None) per MoE layer, or a single one for all"
-        )
-    return policy
-
-
 def _check_batch(ids: jax.Array, valid: jax.Array, cache: Cache | None) -> None:
     """Refuses shapes that do not belong together."""
     if ids.ndim != 2 or 0 in ids.shape:
@@ -230,7 +123,7 @@ def _check_batch(ids: jax.Array, valid: jax.Array, cache: Cache | None) -> None:
             f"ids must be [rows, positions] with at least one of each, got {ids.shape}"
         )
     if valid.shape != ids.shape:
-        raise InputError(f"valid has shape {valid.shape}, ids {ids.shape}; they must be equal")
+        raise InputError(f"valid has shape {valid.shape}, but ids have {ids.shape}")
     if cache is None:
         return
     if cache.positions.shape[0] != ids.shape[0]:
@@ -307,7 +200,7 @@ def _drawn(config: DecoderConfig, key: jax.Array, dtype: DTypeLike) -> Params:
 
 
 def init_params(config: DecoderConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
-    """Freshly drawn parameters: weights normal with config.initializer_range, norms one, biases zero.
+    """Fresh parameters: weights normal with config.initializer_range, norms one, biases zero.
 
     Args:
         config: the model.

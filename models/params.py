@@ -1,8 +1,8 @@
 """Parameters by path: what a checkpoint must fill, and the way between per-layer leaves and stacks.
 
-On disk a model is one leaf per layer ("layers.3.attn.q"); on the device the layers of a segment are
-stacked. Stacking goes leaf by leaf through a Mapping, which may read lazily: at no time is more than
-one stacked leaf held beside the result.
+On disk a model is one leaf per layer ("layers.3.attn.q"); on the device the layers of a segment
+are stacked. Stacking goes leaf by leaf through a Mapping, which may read lazily: at no time is more
+than one stacked leaf held beside the result.
 """
 
 from collections.abc import Iterator, Mapping

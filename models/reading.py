@@ -1,4 +1,4 @@
-"""Reading Hugging Face configurations: every field is asked for by name, checked, and never guessed.
+"""Reading Hugging Face configurations: each field asked for by name, checked, never guessed.
 
 A field that the arithmetic depends on and that is absent, of the wrong type, contradictory or asks
 for something that is not built raises a ConfigError with its name.
@@ -56,8 +56,8 @@ class Fields:
         for name, other in found.items():
             if other != value:
                 raise ConfigError(
-                    f"{self._place}: {first_name}={value!r} and {name}={other!r} are the same field "
-                    "and must agree"
+                    f"{self._place}: {first_name}={value!r} and {name}={other!r} are the same "
+                    "field and must agree"
                 )
         return value
 

@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies of each kind, the tables of a batch, the rotation.
 
-Sources: RoFormer (arXiv 2104.09864), position interpolation (2306.15595), YaRN (2309.00071) with the
-conventions of transformers' `modeling_rope_utils`, in whose float32 the frequencies are computed.
+Sources: RoFormer (arXiv 2104.09864), position interpolation (2306.15595), YaRN (2309.00071) with
+the conventions of transformers' `modeling_rope_utils`, in whose float32 frequencies are computed.
 """
 
 import math

@@ -43,6 +43,11 @@ COMMANDS = (
         summary="Train the demo's model on the text that comes with Python.",
     ),
     Command(
+        name="bench-transports",
+        module="cam_jax.cli.bench_transports",
+        summary="Measure how memory and time of the one-device transports grow with T.",
+    ),
+    Command(
         name="env",
         module="cam_jax.cli.env",
         summary="Say which versions and devices are in use (for a bug report).",

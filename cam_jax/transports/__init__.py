@@ -17,6 +17,8 @@ from jaxtyping import Array
 
 from cam_jax.experts import ExpertWeights
 from cam_jax.plan import RoutingPlan
+from cam_jax.transports.all_gather import all_gather, gathered_dropless
+from cam_jax.transports.all_to_all import all_to_all
 from cam_jax.transports.dropless import dropless
 from cam_jax.transports.einsum import einsum
 from cam_jax.transports.gather import gather
@@ -27,4 +29,9 @@ TRANSPORTS: Mapping[str, Transport] = MappingProxyType(
     {"einsum": einsum, "gather": gather, "dropless": dropless}
 )
 
-__all__ = ["TRANSPORTS", "Transport", "dropless", "einsum", "gather"]
+# Inside shard_map: x and experts are one device's, as is the plan (all_gather: that of all tokens).
+MESH_TRANSPORTS: Mapping[str, Transport] = MappingProxyType(
+    {"all_to_all": all_to_all, "all_gather": all_gather, "dropless": gathered_dropless}
+)
+
+__all__ = ["MESH_TRANSPORTS", "TRANSPORTS", "Transport", "dropless", "einsum", "gather"]

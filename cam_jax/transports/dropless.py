@@ -20,24 +20,47 @@ def dropless(
     x: Float[Array, "G T D"], plan: RoutingPlan, experts: ExpertWeights
 ) -> Float[Array, "G T D"]:
     """See `cam_jax.transports`. Uses the plan's choices only, never its slots."""
-    num_experts = plan.num_experts
-    groups, tokens, choices = plan.choice_expert.shape
-    flat = groups * tokens
-    expert = plan.choice_expert.reshape(flat * choices)
-    # A ceiling bounds what can be kept, often far below N per token when N is large (expansion).
-    rows = min(flat * choices, math.prod(plan.token.shape))
+    choices = plan.choice_expert.shape[-1]
+    return sorted_by_expert(
+        x.reshape(-1, x.shape[-1]),
+        plan.choice_expert.reshape(-1, choices),
+        plan.choice_weight.reshape(-1, choices),
+        experts,
+        # A ceiling bounds what can be kept, often far below N per token where experts expand.
+        most=math.prod(plan.token.shape),
+    ).reshape(x.shape)
+
+
+def sorted_by_expert(
+    x: Float[Array, "T D"],
+    choice_expert: Int[Array, "T N"],
+    choice_weight: Float[Array, "T N"],
+    experts: ExpertWeights,
+    *,
+    most: int | None = None,
+) -> Float[Array, "T D"]:
+    """Every token through its experts; ids of E and more mean none.
+
+    Args:
+        most: no more than this many choices name an expert, if known.
+    """
+    num_experts = experts.gate.shape[0]
+    num_tokens, choices = choice_expert.shape
+    expert = jnp.minimum(choice_expert, num_experts).reshape(-1)
+    rows = num_tokens * choices if most is None else min(num_tokens * choices, most)
 
     order = _sort_by_expert(expert, num_experts)[:rows]
-    row_of = jnp.full(flat * choices, rows, jnp.int32)
+    row_of = jnp.full(num_tokens * choices, rows, jnp.int32)
     row_of = row_of.at[order].set(jnp.arange(rows, dtype=jnp.int32), unique_indices=True)
-    row_of = jnp.where(expert < num_experts, row_of, rows).reshape(flat, choices)
-    token = jnp.where(expert[order] < num_experts, order // choices, flat)
-    weight = plan.choice_weight.reshape(-1)
+    row_of = jnp.where(expert < num_experts, row_of, rows).reshape(num_tokens, choices)
+    ordered = expert[order]
+    token = jnp.where(ordered < num_experts, order // choices, num_tokens)
+    ends = jnp.searchsorted(ordered, jnp.arange(num_experts, dtype=jnp.int32), side="right")
+    sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
 
-    sizes = plan.load.load.sum(0)
-    y = expert_rows(take_rows(x.reshape(flat, -1), token, row_of), experts, sizes)
-    weight_of = plan.choice_weight.reshape(flat, choices)
-    return combine_rows(y, token, weight[order], row_of, weight_of).reshape(x.shape)
+    y = expert_rows(take_rows(x, token, row_of), experts, sizes)
+    weight = choice_weight.reshape(-1)[order]
+    return combine_rows(y, token, weight, row_of, choice_weight)
 
 
 def _sort_by_expert(expert: Int[Array, " M"], num_experts: int) -> Int[Array, " M"]:

@@ -1,5 +1,9 @@
 """Dispatch and combine against the one-hot tensors, and that rows are never scattered."""
 
+import dataclasses
+import sys
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,9 +25,14 @@ POLICIES = {
 }
 
 
+@partial(jax.jit, static_argnames="policy")
+def plan_for(scores, policy, valid=None) -> RoutingPlan:
+    return route(select_from_scores(scores, K), policy, valid=valid, ep_size=2, ep_rank=1)
+
+
 def make_plan(policy, *, seed: int = 0, valid=None) -> RoutingPlan:
     scores = jnp.asarray(np.random.default_rng(seed).uniform(size=(T, E)), jnp.float32)
-    return route(select_from_scores(scores, K), policy, valid=valid, ep_size=2, ep_rank=1)
+    return plan_for(scores, policy, valid)
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +65,15 @@ def test_scores_get_the_gradient_that_the_one_hot_tensors_give(policy, x):
     )
 
     def loss(scores, one_hot):
-        plan = route(select_from_scores(scores, K), policy, ep_size=2, ep_rank=1)
+        plan = plan_for(scores, policy)
         if one_hot:
             return (jnp.einsum("tec,ecd->td", plan.combine_tensor(), y_e) * x).sum()
         return (combine(y_e, plan) * x).sum()
 
-    expected = jax.grad(loss)(scores, True)
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    expected = gradient(scores, True)
     assert np.asarray(expected).any()
-    np.testing.assert_allclose(jax.grad(loss)(scores, False), expected, atol=1e-6)
+    np.testing.assert_allclose(gradient(scores, False), expected, atol=1e-6)
 
 
 def test_a_loop_over_many_choices_equals_the_unrolled_sum(x, monkeypatch):
@@ -75,12 +85,11 @@ def test_a_loop_over_many_choices_equals_the_unrolled_sum(x, monkeypatch):
         return y, pull(x), jax.vjp(lambda x: dispatch(x, plan), x)[1](y_e)
 
     def plan_with(weight):
-        import dataclasses
-
         return dataclasses.replace(plan, choice_weight=weight)
 
     unrolled = everything()
-    monkeypatch.setattr("cam_jax.dispatch._UNROLL", 1)
+    # `cam_jax.dispatch` the attribute is the function, not the module.
+    monkeypatch.setattr(sys.modules[dispatch.__module__], "_UNROLL", 1)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), everything(), unrolled)
 
 
@@ -104,8 +113,12 @@ def test_a_broken_token_without_slots_is_not_read(x):
 def test_bfloat16_is_summed_in_float32():
     num_experts = 16
     scores = jnp.ones((1, num_experts)).at[0, 0].set(256.0)
-    plan = route(select_from_scores(scores, num_experts), None)
-    out = combine(jnp.ones((num_experts, 1, 1), jnp.bfloat16), plan)
+
+    @jax.jit
+    def run(scores, y_e):
+        return combine(y_e, route(select_from_scores(scores, num_experts), None))
+
+    out = run(scores, jnp.ones((num_experts, 1, 1), jnp.bfloat16))
     assert out.dtype == jnp.bfloat16
     assert float(out[0, 0]) == 272.0  # 256 + 1 is 256 in bfloat16
 

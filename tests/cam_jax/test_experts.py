@@ -97,6 +97,35 @@ def test_bfloat16_comes_back_as_bfloat16_and_close(weights, rows):
     np.testing.assert_allclose(np.asarray(out, np.float32), exact, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("of", ["rows", "buffers"])
+def test_bfloat16_has_gradients_in_each_operands_dtype(of, weights, rows):
+    # Some mixtures of dtypes and layouts have no matmul on some platforms.
+    low = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
+
+    @jax.jit
+    def gradients(x, weights):
+        def loss(x, weights):
+            if of == "rows":
+                out = expert_rows(x, weights, jnp.asarray(SIZES))
+            else:
+                out = expert_buffers(x.reshape(E, -1, D), weights)
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return jax.grad(loss, (0, 1))(x, weights)
+
+    exact = gradients(rows, weights)
+    for x, w in ((rows.astype(jnp.bfloat16), low), (rows.astype(jnp.bfloat16), weights)):
+        actual = gradients(x, w)
+        assert actual[0].dtype == x.dtype and actual[1].gate.dtype == w.gate.dtype
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(
+                np.asarray(a, np.float32), b, rtol=0.1, atol=0.1 * np.abs(b).max()
+            ),
+            actual,
+            exact,
+        )
+
+
 def test_no_rows(weights):
     assert expert_rows(jnp.zeros((0, D)), weights, jnp.zeros(E, jnp.int32)).shape == (0, D)
 

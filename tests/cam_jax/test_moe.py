@@ -10,7 +10,8 @@ import pytest
 
 from cam_jax.capacity import CapacityPolicy
 from cam_jax.errors import InputError, MeshError, PolicyError
-from cam_jax.moe import moe_layer, router_logits
+from cam_jax.group_routing import router_logits
+from cam_jax.moe import moe_layer
 from cam_jax.router import RouterConfig, select
 from cam_jax.routing import route
 from tests.cam_jax import moe_reference as reference
@@ -54,7 +55,7 @@ def test_without_a_policy_every_token_meets_its_top_k(x, params):
     assert int(load.dropped) == 0 and int(load.tokens) == B * S
 
 
-@pytest.mark.parametrize("devices", [1, 4, 8, (2, 2), (3, 1)])
+@pytest.mark.parametrize("devices", [1, 8, (2, 2)])
 @pytest.mark.parametrize("expand", [None, "local"])
 def test_device_groups_route_on_their_own(devices, expand, x, params):
     # 5 rows never divide; 12 experts on 8 devices leave two devices without any.
@@ -166,7 +167,7 @@ def test_fallback_has_gradients_on_both_sides(x, params):
 
 
 def test_expert_drop_skips_the_same_experts_in_every_group(x, params):
-    policy = CapacityPolicy(expert_drop=0.25, capacity_factor=50)
+    policy = CapacityPolicy(expert_drop=0.25, capacity=1000)
     y, load = layer(x, params, ROUTER, policy, virtual_devices=5)
     skipped = np.argsort(np.asarray(load.demand), kind="stable")[:3]
     assert not np.asarray(load.load)[skipped].any()
@@ -259,8 +260,13 @@ def test_a_selection_bias_moves_tokens_but_enters_no_weight(x, params):
     bias = jnp.zeros(E).at[7].set(10.0)
     _, load = layer(x, dataclasses.replace(params, bias=bias), router, None)
     assert int(load.demand[7]) == B * S
-    selection = select(router_logits(x.reshape(-1, D), params.router), router, bias=bias)
-    plan = route(selection, None)
+
+    @jax.jit
+    def plan_with(x, bias):
+        logits = router_logits(x.reshape(-1, D), params.router)
+        return route(select(logits, router, bias=bias), None)
+
+    plan = plan_with(x, bias)
     np.testing.assert_allclose(plan.choice_weight.sum(-1), 2.0, rtol=1e-6)
 
 
@@ -335,9 +341,9 @@ def test_experts_that_do_not_fit_the_router_are_refused(x, params):
         moe_layer(x, dataclasses.replace(params, experts=fewer), ROUTER, None)
 
 
-def test_a_mesh_is_refused_rather_than_ignored(x, params, devices):
+def test_a_foreign_mesh_is_refused_rather_than_ignored(x, params, devices):
     mesh = jax.make_mesh(
         (2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices[:2]
     )
-    with pytest.raises(MeshError, match="one device"):
+    with pytest.raises(MeshError, match="use cam_jax"):
         moe_layer(x, params, ROUTER, None, mesh=mesh)

@@ -15,7 +15,6 @@ from cam_jax.models.params import param_specs
 from cam_jax.models.rope import rope_tables
 from tests.models.tiny import olmoe
 
-
 jitted = partial(jax.jit, static_argnames=("scale", "window", "block"))(attend)
 
 

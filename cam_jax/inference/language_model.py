@@ -1,0 +1,288 @@
+"""A loaded model with the calls that people make: logits, generate, score, routing."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float32
+from tokenizers import Tokenizer
+
+from cam_jax.conversion import save_hf
+from cam_jax.errors import InputError
+from cam_jax.inference import generate as generation
+from cam_jax.inference.buckets import bucket
+from cam_jax.inference.generate import Generation, OnToken
+from cam_jax.inference.origin import Origin
+from cam_jax.inference.policies import (
+    Policy,
+    check_policy,
+    device_sizes,
+    group_notes,
+)
+from cam_jax.inference.prompts import Batch, read_batch, read_prompts
+from cam_jax.inference.report import RoutingReport
+from cam_jax.inference.sampling import check_sampling, is_integer
+from cam_jax.inference.score import load_of, logits_of, score_of
+from cam_jax.inference.special import SpecialTokens
+from cam_jax.models.config import DecoderConfig
+from cam_jax.models.params import unstack_params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LanguageModel:
+    """Weights, tokenizer and the policy they run under; immutable.
+
+    Letters: B rows, S positions, N new tokens, V vocabulary, L MoE layers.
+
+    Lengths are padded to buckets (16, 24, 32, 48, ...), so that a new length rarely compiles.
+    Padding changes no result; the number of rows B is not padded, because rows decide which tokens
+    share a group.
+
+    Under a policy with ``group="device"`` or ``"batch"`` the tokens of a row compete with those of
+    other rows, so a row's result depends on its batch mates; under ``group="sequence"`` (without
+    ``expand``) and without a ceiling it does not.
+
+    Attributes:
+        config: the decoder.
+        params: its weights, a pytree.
+        tokenizer: of the checkpoint; None if it has none.
+        special: EOS, BOS and padding ids.
+        policy: None, a policy for all MoE layers, or a tuple with one (or None) for each.
+        mesh: the device mesh; None = one device.
+        virtual_devices: expert-parallel devices that one device emulates, or (data, expert).
+        origin: what is needed to save it again; None for a model that was not loaded.
+    """
+
+    config: DecoderConfig
+    params: Any = dataclasses.field(repr=False)
+    tokenizer: Tokenizer | None = dataclasses.field(default=None, repr=False)
+    special: SpecialTokens = dataclasses.field(default_factory=SpecialTokens)
+    policy: Policy = None
+    mesh: Any = None
+    virtual_devices: int | tuple[int, int] = 1
+    origin: Origin | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", check_policy(self.policy, self.config.num_moe_layers))
+        device_sizes(self.mesh, self.virtual_devices)
+
+    def with_policy(self, policy: Any) -> "LanguageModel":
+        """The same weights under another policy; a tuple holds one per MoE layer.
+
+        Raises:
+            PolicyError: not a policy, or a tuple whose length is not the number of MoE layers.
+        """
+        return dataclasses.replace(self, policy=policy)
+
+    def logits(self, input_ids: Any, attention_mask: Any = None) -> Float32[Array, "B S V"]:
+        """Logits of every position; finite and meaningless at padding.
+
+        Args:
+            input_ids: [B, S] integers; any number where the mask is 0.
+            attention_mask: [B, S] of 0 and 1; None = all real. Padding may stand on either side.
+
+        Raises:
+            InputError: names the argument and what is wrong with it.
+        """
+        batch = self._read(input_ids, attention_mask)
+        length = batch.ids.shape[1]
+        batch = batch.pad_right(self._bucket(length))
+        return logits_of(self.params, batch.ids, batch.valid, **self._static())[:, :length]
+
+    def score(self, input_ids: Any, attention_mask: Any = None) -> Float32[np.ndarray, "B targets"]:
+        """Natural log-probability of each next token, log p(token j + 1 | tokens up to j) at j.
+
+        0 where the target, position j + 1, is padding, or is the first real token of its row and so
+        has nothing before it. Logits are made for a few positions at a time, so that [B, S, V]
+        never exists.
+
+        Args, Raises: as `logits`.
+        """
+        return self.score_with_routing(input_ids, attention_mask)[0]
+
+    def score_with_routing(
+        self, input_ids: Any, attention_mask: Any = None, *, allow_empty_rows: bool = False
+    ) -> tuple[Float32[np.ndarray, "B targets"], RoutingReport]:
+        """`score` and `routing` of one and the same pass, for evaluations.
+
+        Args:
+            input_ids, attention_mask: as in `logits`.
+            allow_empty_rows: rows without a real token are accepted, so that the last batch of a
+                data set can be filled up to the shape of the others.
+        """
+        batch = self._read(input_ids, attention_mask, allow_empty_rows=allow_empty_rows)
+        aligned = batch.align("left", largest=self.config.max_positions)
+        logprobs, load = score_of(self.params, aligned.ids, aligned.valid, **self._static())
+        return batch.unalign(np.asarray(logprobs))[:, 1:], self._report(load, batch)
+
+    def routing(self, input_ids: Any, attention_mask: Any = None) -> RoutingReport:
+        """Per MoE layer: demand, load, drops by cause, capacity, straggler factors, slot use.
+
+        Args, Raises: as `logits`.
+        """
+        batch = self._read(input_ids, attention_mask)
+        aligned = batch.align("left", largest=self.config.max_positions)
+        load = load_of(self.params, aligned.ids, aligned.valid, **self._static())
+        return self._report(load, batch)
+
+    def generate(
+        self,
+        prompts: Any,
+        attention_mask: Any = None,
+        *,
+        max_new_tokens: Any = 64,
+        temperature: Any = 0.0,
+        top_k: Any = None,
+        top_p: Any = None,
+        seed: Any = 0,
+        stop_at_eos: bool = True,
+        priority: Any = None,
+        on_token: OnToken | None = None,
+    ) -> Generation:
+        """Continues prompts, greedily or by sampling.
+
+        Args:
+            prompts: a text, a list of texts, lists of token ids of any lengths, or an integer array
+                [B, S].
+            attention_mask: [B, S] of 0 and 1 beside an array; padding may stand on either side.
+            max_new_tokens: N, at least 1.
+            temperature: 0 takes the most likely token; sampling otherwise.
+            top_k: draw among the ``top_k`` most likely tokens; None = all.
+            top_p: draw among the most likely tokens that together reach ``top_p``; None = all.
+            seed: of sampling, in [0, 2**32). Row i draws from fold_in(seed, i) and the step,
+                whatever the batch.
+            stop_at_eos: a row ends at any EOS id of config and generation_config.
+            priority: [B, S] integers like ``prompts`` (ids only): which prompt tokens keep their
+                slots first.
+            on_token: called with (step, tokens [B] int32) after each token is drawn; finished rows
+                hold the pad id.
+
+        Returns:
+            A Generation; ``.tokens`` has exactly ``max_new_tokens`` columns.
+
+        Raises:
+            InputError: an empty prompt, ids out of range, a mask that does not fit, prompt and
+            continuation longer
+                than the model's positions, an option out of its range; before any long work.
+        """
+        if not is_integer(max_new_tokens) or int(max_new_tokens) < 1:
+            raise InputError(f"max_new_tokens must be an integer >= 1, got {max_new_tokens!r}")
+        if on_token is not None and not callable(on_token):
+            raise InputError("on_token must be callable as on_token(step, tokens), or None")
+        new = int(max_new_tokens)
+        config = self.config
+        sampling = check_sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            vocab_size=config.vocab_size,
+        )
+        batch = read_prompts(
+            prompts,
+            attention_mask,
+            priority,
+            tokenizer=self.tokenizer,
+            bos_id=self.special.bos_id,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_positions,
+        )
+        longest = int(batch.lengths.max())
+        if longest + new > config.max_positions:
+            raise InputError(
+                f"prompts: row {int(batch.lengths.argmax())} has {longest} tokens, and "
+                f"max_new_tokens={new} more exceed the model's {config.max_positions} positions: "
+                "shorten one of them"
+            )
+        tokens, logprobs, done = generation.run(
+            self.params,
+            batch.align("right", largest=config.max_positions),
+            sampling,
+            setting=generation.Setting(pad_id=self.special.pad_id, **self._static()),
+            eos_ids=self.special.eos_array(stop_at_eos),
+            max_new_tokens=new,
+            room=bucket(new, smallest=32, largest=config.max_positions),
+            on_token=on_token,
+        )
+        lengths = self.special.lengths(tokens, stop_at_eos)
+        return Generation(
+            tokens=tokens,
+            logprobs=logprobs,
+            lengths=lengths,
+            texts=self._texts(tokens, lengths, done),
+            notes=self._notes(batch),
+        )
+
+    def save(self, path: str | Path, format: str = "hf") -> Path:
+        """Write the model as a checkpoint directory, complete or not at all.
+
+        Args:
+            path: the directory to make.
+            format: "hf": config.json, safetensors and tokenizer files under the names they were
+                loaded from.
+
+        Returns:
+            The directory.
+
+        Raises:
+            InputError: an unknown format, or a model that came from no checkpoint.
+            CheckpointError: something is at ``path`` already, or it cannot be written.
+        """
+        if format != "hf":
+            raise InputError(f"format={format!r}: expected 'hf'")
+        if self.origin is None:
+            raise InputError(
+                "save needs the config.json of a loaded checkpoint, and this model has none"
+            )
+        return save_hf(
+            path,
+            self.origin.config_json,
+            unstack_params(self.config, self.params),
+            layout=self.origin.layout,
+            companions=self.origin.companions,
+        )
+
+    def _read(
+        self, input_ids: Any, attention_mask: Any, *, allow_empty_rows: bool = False
+    ) -> Batch:
+        return read_batch(
+            input_ids,
+            attention_mask,
+            vocab_size=self.config.vocab_size,
+            max_positions=self.config.max_positions,
+            allow_empty_rows=allow_empty_rows,
+        )
+
+    def _bucket(self, length: int) -> int:
+        return bucket(length, largest=self.config.max_positions)
+
+    def _static(self) -> dict[str, Any]:
+        return {
+            "config": self.config,
+            "policy": self.policy,
+            "mesh": self.mesh,
+            "virtual_devices": self.virtual_devices,
+        }
+
+    def _notes(self, batch: Batch) -> tuple[str, ...]:
+        return group_notes(len(batch.ids), self.policy, self.mesh, self.virtual_devices)
+
+    def _report(self, load: Any, batch: Batch) -> RoutingReport:
+        if load is None:
+            raise InputError("this model has no MoE layer, so there is no routing to report")
+        return RoutingReport.of(
+            load,
+            layers=self.config.moe_layers,
+            devices=device_sizes(self.mesh, self.virtual_devices)[1],
+            notes=self._notes(batch),
+        )
+
+    def _texts(self, tokens: np.ndarray, lengths: np.ndarray, done: np.ndarray) -> list[str] | None:
+        if self.tokenizer is None:
+            return None
+        # A row that is done ends with its EOS, which is no text.
+        ends = lengths - done.astype(lengths.dtype)
+        return [
+            self.tokenizer.decode(row[:end].tolist()) for row, end in zip(tokens, ends, strict=True)
+        ]

@@ -1,0 +1,45 @@
+"""Meshes: their axes, their types, and what is said when one cannot be built."""
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from cam_jax import make_mesh
+from cam_jax.errors import MeshError
+from cam_jax.mesh import AXES, token_devices
+
+
+def test_axes_and_types(devices):
+    mesh = make_mesh(data=2, expert=2, tensor=2)
+    assert dict(mesh.shape) == {"data": 2, "expert": 2, "tensor": 2}
+    assert mesh.axis_names == AXES
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+    assert token_devices(mesh) == 4
+
+
+def test_the_expert_axis_takes_the_devices_that_are_left(devices):
+    assert dict(make_mesh(tensor=2, devices=devices).shape) == {"data": 1, "expert": 4, "tensor": 2}
+    assert make_mesh(data=1, expert=3).devices.size == 3
+
+
+def test_too_many_devices_says_how_many_were_found_and_how_to_get_more(devices):
+    with pytest.raises(MeshError, match=r"needs 16 devices, found 8.*jax_num_cpu_devices"):
+        make_mesh(expert=16, devices=devices)
+
+
+def test_a_flag_that_came_too_late_is_named(devices, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=16")
+    with pytest.raises(MeshError, match="after JAX had started"):
+        make_mesh(expert=16, devices=devices)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("sizes", [{"data": 0}, {"expert": -1}, {"tensor": True}, {"data": 1.0}])
+def test_sizes_below_one_are_refused(sizes):
+    with pytest.raises(MeshError, match=next(iter(sizes))):
+        make_mesh(**sizes)
+
+
+def test_a_foreign_mesh_is_refused():
+    with pytest.raises(MeshError, match="use cam_jax"):
+        token_devices(jax.make_mesh((2,), ("x",), (AxisType.Auto,)))

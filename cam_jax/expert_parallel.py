@@ -59,6 +59,7 @@ def expert_parallel_layer(
         policy=policy,
         ep_size=ep_size,
         devices=devices,
+        tensor=int(mesh.shape[TENSOR]) > 1,
         transport=_transport_name(transport, policy),
     )
     rows = x.shape[0]
@@ -69,28 +70,37 @@ def expert_parallel_layer(
     run = jax.shard_map(
         program,
         mesh=mesh,
-        in_specs=(tokens, tokens, None if priority is None else tokens, param_specs(params), P()),
+        in_specs=(
+            tokens,
+            tokens,
+            None if priority is None else tokens,
+            param_specs(params, tensor=program.tensor),
+            P(),
+        ),
         out_specs=(tokens, P()),
     )
     y, load = run(x, valid, priority, params, jnp.asarray(layer, jnp.int32))
     return y[:rows], load
 
 
-def param_specs(params: MoEParams) -> MoEParams:
-    """How a layer's weights lie on the mesh: experts over "expert", their F over "tensor"."""
-    shared = params.shared
+def param_specs(params: MoEParams, *, tensor: bool = True) -> MoEParams:
+    """How a layer's weights lie on the mesh: experts over "expert", their F over "tensor".
+
+    Args:
+        tensor: False leaves "tensor" out: over one device it divides nothing, but what varies over
+            it would have to be added up all the same.
+    """
+    shared, over = params.shared, TENSOR if tensor else None
     return MoEParams(
         router=P(),
-        experts=ExpertWeights(
-            gate=P(EXPERT, TENSOR), up=P(EXPERT, TENSOR), down=P(EXPERT, None, TENSOR)
-        ),
+        experts=ExpertWeights(gate=P(EXPERT, over), up=P(EXPERT, over), down=P(EXPERT, None, over)),
         bias=None if params.bias is None else P(),
         shared=None
         if shared is None
         else SharedExpert(
-            gate=P(TENSOR),
-            up=P(TENSOR),
-            down=P(None, TENSOR),
+            gate=P(over),
+            up=P(over),
+            down=P(None, over),
             router=None if shared.router is None else P(),
         ),
     )
@@ -104,6 +114,7 @@ class _Program:
     policy: CapacityPolicy
     ep_size: int
     devices: int
+    tensor: bool
     transport: str
 
     def __call__(
@@ -154,7 +165,7 @@ class _Program:
             flat = shared_expert(x.reshape(-1, x.shape[-1]), params.shared)
             y = jnp.where(valid[..., None], y + flat.reshape(x.shape), 0)
         # After the combine: [T, D] is what has to be added up, not [E_local, slots, D].
-        return lax.psum(y, TENSOR), load
+        return (lax.psum(y, TENSOR) if self.tensor else y), load
 
     def _move(self, name: str, x: Array, plan: RoutingPlan, params: MoEParams) -> Array:
         groups = plan.choice_slot.shape[0]

@@ -247,7 +247,8 @@ def run(
     setting = dataclasses.replace(setting, policy=decode_policy(setting.policy))
     advance = functools.partial(decode, params, sampling=sampling, eos_ids=eos_ids, setting=setting)
     if on_token is None:
-        state = advance(state, limit=np.int32(max_new_tokens))
+        if max_new_tokens > 1:  # the prefill has drawn one: no program for no step
+            state = advance(state, limit=np.int32(max_new_tokens))
     else:
         for step in range(max_new_tokens):
             if step:

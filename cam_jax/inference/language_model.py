@@ -12,10 +12,11 @@ from cam_jax.conversion import save_hf
 from cam_jax.errors import InputError
 from cam_jax.inference import generate as generation
 from cam_jax.inference.buckets import bucket
-from cam_jax.inference.generate import Generation, OnToken
+from cam_jax.inference.generate import Generation
 from cam_jax.inference.origin import Origin
 from cam_jax.inference.policies import (
     Policy,
+    check_devices,
     check_policy,
     device_sizes,
     group_notes,
@@ -65,7 +66,7 @@ class LanguageModel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", check_policy(self.policy, self.config.num_moe_layers))
-        device_sizes(self.mesh, self.virtual_devices)
+        check_devices(self.config, self.mesh, self.virtual_devices)
 
     def with_policy(self, policy: Any) -> "LanguageModel":
         """The same weights under another policy; a tuple holds one per MoE layer.
@@ -138,7 +139,7 @@ class LanguageModel:
         seed: Any = 0,
         stop_at_eos: bool = True,
         priority: Any = None,
-        on_token: OnToken | None = None,
+        on_token: Any = None,
     ) -> Generation:
         """Continues prompts, greedily or by sampling.
 

@@ -11,7 +11,7 @@ from cam_jax.conversion.load import OpenCheckpoint
 from cam_jax.errors import CheckpointError
 from cam_jax.inference.language_model import LanguageModel
 from cam_jax.inference.origin import Origin
-from cam_jax.inference.policies import check_policy, device_sizes
+from cam_jax.inference.policies import check_devices, check_policy
 from cam_jax.inference.special import SpecialTokens
 
 
@@ -45,7 +45,7 @@ def load(
     opened = open_checkpoint(path_or_repo_id, revision=revision)
     config = opened.config
     check_policy(policy, config.num_moe_layers)
-    device_sizes(mesh, virtual_devices)
+    check_devices(config, mesh, virtual_devices)
     special = SpecialTokens.of(
         opened.config_json, _generation_config(opened), vocab_size=config.vocab_size
     )

@@ -5,6 +5,7 @@ from typing import Any
 from cam_jax.capacity import CapacityPolicy
 from cam_jax.errors import PolicyError
 from cam_jax.groups import mesh_sizes
+from cam_jax.models.config import DecoderConfig
 
 Policy = CapacityPolicy | None | tuple[CapacityPolicy | None, ...]
 
@@ -64,6 +65,21 @@ def device_sizes(mesh: Any, virtual_devices: int | tuple[int, int]) -> tuple[int
             "out with a mesh"
         )
     return int(mesh.shape["data"]), int(mesh.shape["expert"])
+
+
+def check_devices(config: DecoderConfig, mesh: Any, virtual_devices: int | tuple[int, int]) -> None:
+    """Refuses devices that a model's experts cannot be divided among.
+
+    Raises:
+        PolicyError: as `device_sizes`, or more emulated devices than experts.
+    """
+    _, devices = device_sizes(mesh, virtual_devices)
+    experts = devices if config.moe is None else config.moe.router.num_experts
+    if mesh is None and devices > experts:
+        raise PolicyError(
+            f"virtual_devices={virtual_devices!r} divides {experts} experts among {devices} "
+            "devices: use at most one device per expert"
+        )
 
 
 def group_notes(

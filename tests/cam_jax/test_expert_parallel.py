@@ -98,7 +98,9 @@ def test_every_policy_on_eight_expert_devices(name, devices):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 2, 1), (1, 4, 2), (1, 1, 4), (2, 1, 1), (1, 2, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(2, 2, 2), (4, 2, 1), (1, 4, 2), (1, 1, 4), (2, 1, 1), (1, 2, 1)]
+)
 def test_every_policy_on_every_shape_of_mesh(name, sizes, devices):
     assert_same(POLICIES[name], data=sizes[0], expert=sizes[1], tensor=sizes[2])
 
@@ -127,9 +129,7 @@ def test_a_broken_token_disturbs_no_device(devices):
     x = X.at[2, 1].set(jnp.nan).at[9, 0, 0].set(jnp.inf)
     valid = VALID.at[2, 1].set(True).at[9, 0].set(True)
     mesh = make_mesh(expert=4)
-    run = jax.jit(
-        lambda x: moe_layer(x, PARAMS, ROUTER, POLICIES["score"], mesh=mesh, valid=valid)
-    )
+    run = jax.jit(lambda x: moe_layer(x, PARAMS, ROUTER, POLICIES["score"], mesh=mesh, valid=valid))
     y, load = run(x)
     assert int(load.nonfinite_tokens) == 2
     broken = np.zeros((B, S), bool)

@@ -70,12 +70,6 @@ def test_policies_share_the_weights(lm):
         lm.with_policy((policy, None))
 
 
-def test_a_tuple_of_equal_policies_is_that_policy(lm, golden):
-    policy = CapacityPolicy(capacity_factor=1.0, group="batch")
-    one, many = (lm.with_policy(p).logits(golden["input_ids"]) for p in (policy, (policy,) * 3))
-    np.testing.assert_allclose(one, many, atol=1e-5)
-
-
 def test_the_checkpoints_own_type_is_kept_unless_asked(golden_dir):
     assert load(golden_dir).params["embed"].dtype == "bfloat16"
     assert load(golden_dir, dtype="float32").params["embed"].dtype == "float32"
@@ -86,7 +80,8 @@ def test_a_saved_model_loads_again(lm, tmp_path, golden):
     again = load(saved)
     assert again.params["embed"].dtype == "float32" and again.special == lm.special
     ids = golden["input_ids"]
-    assert (np.asarray(again.logits(ids)) == np.asarray(lm.logits(ids))).all()
+    with jax.default_matmul_precision("highest"):
+        assert (np.asarray(again.logits(ids)) == np.asarray(lm.logits(ids))).all()
     with pytest.raises(CheckpointError):
         lm.save(saved)
     with pytest.raises(InputError, match="format"):
@@ -137,6 +132,7 @@ def test_damaged_companions_are_named_before_weights_are_read(
         {"policy": 1.5},
         {"virtual_devices": 0},
         {"virtual_devices": (2, 0)},
+        {"virtual_devices": 17},
     ],
 )
 def test_policies_that_cannot_hold_are_refused_before_weights_are_read(

@@ -14,11 +14,11 @@ from cam_jax.inference import score as scoring
 from tests.cam_jax.inference import tiny
 
 ROWS = tiny.prompts(5, 1, 9, 7, seed=1)
-POLICIES = [
-    None,
+# One policy for each of the two layers.
+MIXED = (
     CapacityPolicy(capacity_factor=0.7, group="batch", expand="local"),
-    CapacityPolicy(capacity_factor=0.7, metric="random", group="batch"),
-]
+    CapacityPolicy(capacity_factor=0.7, metric="random"),
+)
 
 
 def with_devices(policy):
@@ -37,7 +37,7 @@ def expected_scores(logits, ids, mask):
     return found[:, 1:]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [None, MIXED], ids=["none", "mixed"])
 @pytest.mark.parametrize("kind", ["left", "right", "holes"])
 def test_scores_are_those_of_the_logits(policy, kind):
     lm = with_devices(policy)
@@ -51,12 +51,8 @@ def test_scores_are_those_of_the_logits(policy, kind):
     assert not scores[~first].any() and scores[first].all()
 
 
-@given(
-    st.sampled_from(POLICIES),
-    st.sampled_from([16, 24, 36]),
-    st.integers(0, 2**32),
-)
-def test_padding_changes_no_logit(policy, length, seed):
+@given(st.sampled_from([16, 36]), st.integers(0, 2**32))
+def test_padding_changes_no_logit(length, seed):
     """Up to 300 % padding, on both sides, with ids that no model has."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(-1000, 1000, (4, length))
@@ -64,7 +60,7 @@ def test_padding_changes_no_logit(policy, length, seed):
     for i, row in enumerate(ROWS):
         start = rng.integers(0, length - len(row) + 1)
         ids[i, start : start + len(row)], mask[i, start : start + len(row)] = row, 1
-    lm = with_devices(policy)
+    lm = with_devices(MIXED)
     plain_ids, plain_mask = tiny.padded(ROWS, "right")
     base = np.asarray(lm.logits(plain_ids, plain_mask))[plain_mask > 0]
     found = lm.logits(ids, mask)
@@ -100,7 +96,7 @@ def test_logits_of_all_positions_never_exist_at_once(rows, length):
 
 
 def test_scores_and_routing_of_one_pass_are_those_of_two():
-    lm = with_devices(POLICIES[1])
+    lm = with_devices(MIXED)
     ids, mask = tiny.padded(ROWS, "right")
     scores, report = lm.score_with_routing(ids, mask)
     assert scores.tolist() == lm.score(ids, mask).tolist()
@@ -108,7 +104,7 @@ def test_scores_and_routing_of_one_pass_are_those_of_two():
 
 
 def test_rows_that_fill_a_batch_up_change_nothing():
-    lm = with_devices(POLICIES[0])
+    lm = with_devices(None)
     ids, mask = tiny.padded(ROWS[:3], "right")
     scores, report = lm.score_with_routing(ids, mask)
     ids, mask = (np.pad(a, ((0, 1), (0, 0))) for a in (np.maximum(ids, 0), mask))

@@ -9,6 +9,7 @@ from cam_jax.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from tokenizers import Tokenizer
 
     from cam_jax.demo.measure import Measured
     from cam_jax.inference.language_model import LanguageModel
@@ -56,9 +57,9 @@ def run(options: Options) -> None:
         virtual_devices=options.virtual_devices,
         dtype="float32",
     )
-    _check_model(model, options)
+    tokenizer = _check_model(model, options)
     eos = model.special.eos_ids
-    windows = cut(texts, model.tokenizer, separator=eos[0] if eos else None, length=options.length)
+    windows = cut(texts, tokenizer, separator=eos[0] if eos else None, length=options.length)
 
     console = messages()
     results: list[Measured] = []
@@ -104,8 +105,8 @@ def shipped_model() -> Path:
     return Path(str(resources.files("cam_jax"))) / "assets" / "demo_model"
 
 
-def _check_model(model: "LanguageModel", options: Options) -> None:
-    """Refuses what would fail after minutes of work."""
+def _check_model(model: "LanguageModel", options: Options) -> "Tokenizer":
+    """Refuses what would fail after minutes of work; the tokenizer that the text is read with."""
     if model.tokenizer is None:
         raise InputError(f"model {options.model} has no tokenizer.json, which reading text needs")
     if not model.config.num_moe_layers:
@@ -123,6 +124,7 @@ def _check_model(model: "LanguageModel", options: Options) -> None:
                 f"prompt has {tokens} tokens: expected at least 1 and, with {_NEW_TOKENS} new "
                 f"ones, at most the model's {longest} positions"
             )
+    return model.tokenizer
 
 
 _NEW_TOKENS = 64

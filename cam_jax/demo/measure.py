@@ -130,7 +130,7 @@ def measure(
 
 
 def _sum(reports: Sequence[RoutingReport], values: Callable[[RoutingReport], Any]) -> np.ndarray:
-    return np.sum([values(report) for report in reports], axis=0, dtype=np.int64)
+    return np.asarray([values(report) for report in reports], np.int64).sum(axis=0)
 
 
 def _mean(reports: Sequence[RoutingReport], values: Callable[[RoutingReport], Any]) -> np.ndarray:

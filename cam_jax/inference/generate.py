@@ -120,7 +120,7 @@ def prefill(
     rows, length = ids.shape
     dtype = params["embed"].dtype
     cache = decoder.init_cache(setting.config, rows, length + new_tokens, dtype)
-    hidden, cache, _ = decoder.forward(
+    hidden, filled, _ = decoder.forward(
         setting.config,
         params,
         ids,
@@ -137,7 +137,7 @@ def prefill(
         done=jnp.zeros(rows, jnp.bool_),
         tokens=jnp.full((rows, new_tokens), setting.pad_id, jnp.int32),
         logprobs=jnp.zeros((rows, new_tokens), jnp.float32),
-        cache=cache,
+        cache=filled,
     )
     return _draw(params, hidden[:, -1], state, sampling, eos_ids, setting)
 

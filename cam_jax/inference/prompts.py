@@ -176,10 +176,10 @@ def read_prompts(
     texts = [isinstance(prompt, str) for prompt in prompts]
     if any(texts):
         if not all(texts):
-            row = texts.index(not texts[0])
+            other = texts.index(not texts[0])
             raise InputError(
-                f"prompts mixes text and token ids (prompt {row} is a "
-                f"{type(prompts[row]).__name__}): give only one kind"
+                f"prompts mixes text and token ids (prompt {other} is a "
+                f"{type(prompts[other]).__name__}): give only one kind"
             )
         if attention_mask is not None or priority is not None:
             which = "attention_mask" if attention_mask is not None else "priority"

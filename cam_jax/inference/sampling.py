@@ -5,6 +5,7 @@ Letters: B rows, V vocabulary.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,10 +43,10 @@ class Sampling:
 
 def check_sampling(
     *,
-    temperature: object,
-    top_k: object,
-    top_p: object,
-    seed: object,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    seed: Any,
     vocab_size: int,
 ) -> Sampling:
     """The options of ``generate``, checked.

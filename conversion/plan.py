@@ -54,7 +54,7 @@ def make_plan(
         source: the opened checkpoint.
         table: the family's names.
         shapes: leaf path -> shape, all that the model needs.
-        config_json: only to quote the fields behind a shape.
+        config_json: to quote the fields behind a shape, and for what the table ignores.
 
     Raises one CheckpointError that lists all of: missing tensors, left-over tensors, shapes that
     differ from what the config says, types that hold no plain numbers, leaves of mixed type.
@@ -67,7 +67,11 @@ def make_plan(
 
     tied = _tied(source, table, layout, shapes)
     accounted = {*wanted, *(tensor for tensor, _ in tied)}
-    rest = {name: table.ignored_reason(name) for name in source.names() if name not in accounted}
+    rest = {
+        name: table.ignored_reason(name, config_json)
+        for name in source.names()
+        if name not in accounted
+    }
     ignored = {name: reason for name, reason in rest.items() if reason is not None}
 
     faults = _missing(source, wanted, config_json)

@@ -145,6 +145,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         a = config.attention
+        assert isinstance(a, AttentionConfig)  # `block.make_attention` chooses by this type
         self.config = a
         self.eps = config.norm_eps
         self.interleaved = config.rope.interleaved

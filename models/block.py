@@ -13,7 +13,8 @@ from cam_jax.capacity import CapacityPolicy
 from cam_jax.experts import ExpertWeights, MoEParams, SharedExpert
 from cam_jax.load_stats import LoadStats
 from cam_jax.models.attention import Attention, AttentionContext, Entries
-from cam_jax.models.config import DecoderConfig, LayerKind
+from cam_jax.models.config import DecoderConfig, LayerKind, MLAConfig
+from cam_jax.models.mla import LatentAttention
 from cam_jax.models.norm import linear, rms_norm
 from cam_jax.moe import moe_layer
 
@@ -152,6 +153,21 @@ class MoE(nnx.Module):
         )
 
 
+def make_attention(
+    config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike
+) -> Attention | LatentAttention:
+    """The attention module that the configuration describes."""
+    latent = isinstance(config.attention, MLAConfig)
+    return (LatentAttention if latent else Attention)(config, rngs=rngs, dtype=dtype)
+
+
+def cache_entries(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """Per array that attention caches, its heads and features."""
+    if isinstance(config.attention, MLAConfig):
+        return LatentAttention.cache_entries(config.attention)
+    return Attention.cache_entries(config.attention)
+
+
 class Block(nnx.Module):
     """One layer. Parameters: attn_norm [D], attn.*, ffn_norm [D], and moe.* or mlp.*."""
 
@@ -161,7 +177,7 @@ class Block(nnx.Module):
         self.kind = kind
         self.eps = config.norm_eps
         self.attn_norm = nnx.Param(jnp.ones(config.hidden_size, dtype))
-        self.attn = Attention(config, rngs=rngs, dtype=dtype)
+        self.attn = make_attention(config, rngs=rngs, dtype=dtype)
         self.ffn_norm = nnx.Param(jnp.ones(config.hidden_size, dtype))
         if kind.moe:
             self.moe = MoE(config, rngs=rngs, dtype=dtype)

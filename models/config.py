@@ -48,6 +48,31 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Attributes:
+        num_heads: H.
+        query_rank: features of the queries' latent (q_lora_rank), None for one projection.
+        latent_rank: features of the latent that keys and values share (kv_lora_rank).
+        nope_dim, rope_dim: features of a query and key head without and with rotation; the rotated
+            part of the key is one for all heads.
+        value_dim: features of a value head.
+        scale: what scores are multiplied by, YaRN's mscale squared included.
+        bias: whether the projections into latents and the output projection carry biases.
+    """
+
+    num_heads: int
+    query_rank: int | None
+    latent_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """The experts of a layer.
 
@@ -114,7 +139,7 @@ class DecoderConfig:
     max_positions: int
     norm_eps: float
     tie_embeddings: bool
-    attention: AttentionConfig
+    attention: AttentionConfig | MLAConfig
     rope: RopeConfig
     layers: tuple[LayerKind, ...]
     moe: MoEConfig | None = None

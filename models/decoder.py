@@ -22,8 +22,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from cam_jax.errors import InputError
 from cam_jax.load_stats import LoadStats
-from cam_jax.models.attention import Attention, AttentionContext
-from cam_jax.models.block import CallContext
+from cam_jax.models.attention import AttentionContext
+from cam_jax.models.block import CallContext, cache_entries
 from cam_jax.models.cache import NO_TOKEN, Cache, key_positions, token_positions
 from cam_jax.models.config import DecoderConfig
 from cam_jax.models.norm import rms_norm
@@ -223,11 +223,10 @@ def init_cache(
     """
     if batch < 1 or length < 1:
         raise InputError(f"a cache needs at least one row and column, got {batch} x {length}")
-    shapes = Attention.cache_entries(config.attention)
     return Cache(
         entries={
             name: jnp.zeros((config.num_layers, batch, heads, length, features), dtype)
-            for name, (heads, features) in shapes.items()
+            for name, (heads, features) in cache_entries(config).items()
         },
         positions=jnp.full((batch, length), NO_TOKEN, jnp.int32),
         counts=jnp.zeros(batch, jnp.int32),

@@ -107,6 +107,21 @@ class Fields:
             built = ", ".join(repr(item) for item in allowed) or "null"
             raise ConfigError(f"{self._place}: {name}={value!r} is not supported (only {built})")
 
+    def given(self, name: str) -> bool:
+        """Whether the field is there at all, null included."""
+        return name in self._values
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers of at least 0, empty if absent."""
+        value = self.raw(name)
+        value = [] if value is None else value
+        whole = isinstance(value, list | tuple) and all(
+            isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
+        )
+        if not whole:
+            raise ConfigError(f"{self._place}: {name} must be a list of integers, got {value!r}")
+        return tuple(value)
+
     def mapping(self, name: str) -> Mapping[str, Any]:
         """A dictionary, empty if absent."""
         value = self.raw(name)
@@ -168,6 +183,18 @@ def read_rope(
             dim=dim, theta=theta, kind="linear", factor=factor, interleaved=interleaved
         )
     return _read_yarn(rope, dim=dim, theta=theta, positions=max_positions, interleaved=interleaved)
+
+
+def softmax_mscale(fields: Fields, rope: RopeConfig) -> float:
+    """What DeepSeek multiplies the softmax scale by: YaRN's mscale_all_dim growth, squared.
+
+    1 without YaRN or without mscale_all_dim. Without it, position 0 alone comes out right.
+    """
+    values = Fields(_merged_rope(fields), place="config: rope_parameters/rope_scaling")
+    mscale_all = values.number("mscale_all_dim", default=0.0, positive=False)
+    if rope.kind != "yarn" or not mscale_all:
+        return 1.0
+    return yarn_mscale(rope.factor, mscale_all) ** 2
 
 
 def _merged_rope(fields: Fields) -> dict[str, Any]:

@@ -6,7 +6,15 @@ from typing import Any
 
 from cam_jax.errors import ConfigError
 from cam_jax.models.config import DecoderConfig
-from cam_jax.models.families import olmoe
+from cam_jax.models.families import (
+    deepseek,
+    deepseek_v2,
+    deepseek_v3,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +32,12 @@ class Family:
 
 FAMILIES: Mapping[str, Family] = {
     "olmoe": Family(name="olmoe", read_config=olmoe.read_config),
+    "mixtral": Family(name="mixtral", read_config=mixtral.read_config),
+    "qwen2_moe": Family(name="qwen2_moe", read_config=qwen2_moe.read_config),
+    "qwen3_moe": Family(name="qwen3_moe", read_config=qwen3_moe.read_config),
+    "deepseek": Family(name="deepseek", read_config=deepseek.read_config),
+    "deepseek_v2": Family(name="deepseek_v2", read_config=deepseek_v2.read_config),
+    "deepseek_v3": Family(name="deepseek_v3", read_config=deepseek_v3.read_config),
 }
 
 

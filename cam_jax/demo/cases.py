@@ -17,6 +17,12 @@ class Case:
     name: str
     policy: CapacityPolicy | None
 
+    @property
+    def title(self) -> str:
+        """Name and capacity factor."""
+        factor = None if self.policy is None else self.policy.capacity_factor
+        return self.name if factor is None else f"{self.name} γ = {factor:g}"
+
 
 def _case(name: str, capacity_factor: float, **options: str) -> Case:
     policy = CapacityPolicy(capacity_factor=capacity_factor, **options)  # type: ignore[arg-type]

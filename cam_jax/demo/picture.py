@@ -125,7 +125,7 @@ def _headline(
         right=1 - 0.2 / width,
         top=1 - 1.5 / height,
         bottom=0.45 / height,
-        hspace=0.42,
+        hspace=0.36,
         wspace=0.08,
     )
     left = 0.3 / width

@@ -1,10 +1,21 @@
-"""Weight tables by model_type: the names that Hugging Face checkpoints use, one file per family."""
+"""Weight tables by model_type: the names that Hugging Face checkpoints use."""
 
-from cam_jax.conversion.tables import olmoe
+from cam_jax.conversion.tables import deepseek, mixtral, olmoe, qwen
 from cam_jax.conversion.tables.table import Ignored, Piece, Rule, WeightTable
 from cam_jax.errors import ConfigError
 
-TABLES: dict[str, WeightTable] = {"olmoe": olmoe.TABLE}
+TABLES: dict[str, WeightTable] = {
+    table.family: table
+    for table in (
+        olmoe.TABLE,
+        mixtral.TABLE,
+        qwen.QWEN2_MOE,
+        qwen.QWEN3_MOE,
+        deepseek.DEEPSEEK,
+        deepseek.DEEPSEEK_V2,
+        deepseek.DEEPSEEK_V3,
+    )
+}
 
 
 def table_for(model_type: str) -> WeightTable:

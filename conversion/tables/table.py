@@ -12,8 +12,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from cam_jax.errors import ConfigError
+from cam_jax.models.registry import text_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +38,25 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Ignored:
-    """Tensors (name with `{l}`) that hold no weight of the model, and why."""
+    """Tensors (name with `{l}` and, for anything at all, `{rest}`) that the model does not need.
+
+    extra_layers: spellings of the config field that counts layers behind the decoder's; the entry
+    then holds for these layers alone.
+    """
 
     tensor: str
     reason: str
+    extra_layers: tuple[str, ...] = ()
+
+    def covers(self, tensor: str, config_json: Mapping[str, Any]) -> bool:
+        """Whether the entry is about this tensor of a checkpoint with this config.json."""
+        match = pattern(self.tensor).fullmatch(tensor)
+        if match is None or not self.extra_layers:
+            return match is not None
+        values = text_config(config_json)
+        own = int(values["num_hidden_layers"])
+        count = max(int(values.get(name) or 0) for name in self.extra_layers)
+        return own <= int(match["l"]) < own + count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,21 +128,21 @@ class WeightTable:
             found.extend(_leaf_pieces(leaf, shape, name, rule))
         return found
 
-    def ignored_reason(self, tensor: str) -> str | None:
+    def ignored_reason(self, tensor: str, config_json: Mapping[str, Any]) -> str | None:
         """Why a tensor is not needed, None when nothing says that it is not."""
         for entry in self.ignored:
-            if pattern(entry.tensor).fullmatch(tensor):
+            if entry.covers(tensor, config_json):
                 return entry.reason
         return None
 
 
 @lru_cache(maxsize=1024)
 def pattern(text: str) -> re.Pattern[str]:
-    """A name with `{l}` and `{e}` as a regular expression; numbers have no leading zeros."""
+    """A name with `{l}`, `{e}` and `{rest}` as a regular expression; numbers have no leading zeros."""
     escaped = re.escape(text)
     for letter in ("l", "e"):
         escaped = escaped.replace(rf"\{{{letter}\}}", rf"(?P<{letter}>0|[1-9][0-9]*)")
-    return re.compile(escaped)
+    return re.compile(escaped.replace(r"\{rest\}", ".+"))
 
 
 def _leaf_pieces(leaf: str, shape: tuple[int, ...], name: str, rule: Rule) -> list[Piece]:

@@ -70,8 +70,8 @@ def test_leaf_without_a_rule_or_with_two() -> None:
 
 
 def test_ignored_reason() -> None:
-    assert TABLE.ignored_reason("h.3.freq") == "computed"
-    assert TABLE.ignored_reason("h.3.frequency") is None
+    assert TABLE.ignored_reason("h.3.freq", {}) == "computed"
+    assert TABLE.ignored_reason("h.3.frequency", {}) is None
 
 
 def test_unknown_family_lists_the_known_ones() -> None:

@@ -13,6 +13,17 @@ from cam_jax.models.rope import RopeConfig, yarn_mscale
 
 _NEEDED = object()
 
+# Counts that become lists and names of tensors before any file can contradict them: far above every
+# published model, and low enough that a corrupt config cannot fill the memory.
+_MOST = {
+    "num_hidden_layers": 1000,
+    "num_experts": 4096,
+    "num_local_experts": 4096,
+    "n_routed_experts": 4096,
+    "num_experts_per_tok": 4096,
+}
+_INT32_MAX = 2**31 - 1
+
 # Keys of a rope dictionary, per type, besides the type itself and rope_theta.
 _ROPE_KEYS = {
     "default": frozenset(),
@@ -79,6 +90,11 @@ class Fields:
         if isinstance(value, bool) or not whole or value < minimum:
             raise ConfigError(
                 f"{self._place}: {names[0]} must be an integer of at least {minimum}, got {value!r}"
+            )
+        most = _MOST.get(names[0], _INT32_MAX)
+        if value > most:
+            raise ConfigError(
+                f"{self._place}: {names[0]}={value!r} is beyond any model: at most {most} is read"
             )
         return int(value)
 

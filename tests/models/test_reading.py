@@ -144,3 +144,12 @@ def test_what_is_missing_unknown_or_contradictory_is_named(values, word):
 def test_an_odd_head_cannot_be_rotated():
     with pytest.raises(ConfigError, match="even"):
         read_rope(Fields({"rope_theta": 1.0}), dim=7, max_positions=8)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_hidden_layers", 10**12), ("num_experts", 10**9), ("hidden_size", 2**31)],
+)
+def test_absurd_counts_are_refused_before_anything_is_made_of_them(field, value):
+    with pytest.raises(ConfigError, match=rf"{field}={value} is beyond any model"):
+        Fields({field: value}).integer(field)

@@ -37,6 +37,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     # Models bring Flax and tokenizers along, which the routing core alone can do without.
     if name in ("LanguageModel", "load"):

@@ -25,6 +25,14 @@ Overflow = Literal["drop", "reroute", "fallback"]
 Decode = Literal["exempt", "capped"]
 
 _INT32_MAX = np.iinfo(np.int32).max
+_INTEGERS = (
+    "capacity",
+    "expand",
+    "max_experts_per_token",
+    "reroute_rounds",
+    "min_capacity",
+    "seed",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +108,19 @@ class CapacityPolicy:
             _integer("max_experts_per_token", self.max_experts_per_token, least=1, other="None")
         _integer("reroute_rounds", self.reroute_rounds, least=1)
         _integer("min_capacity", self.min_capacity, least=1)
+        if self.capacity is not None and self.min_capacity > self.capacity:
+            raise PolicyError(
+                f"min_capacity={self.min_capacity} contradicts capacity={self.capacity}, which is "
+                "the ceiling itself: leave it out"
+            )
         _integer("seed", self.seed, least=0)
         if not _is_number(self.expert_drop) or not 0.0 <= self.expert_drop < 1.0:
             raise PolicyError(f"expert_drop={self.expert_drop!r}: expected a share in [0, 1)")
         object.__setattr__(self, "expert_drop", float(self.expert_drop))
+        for name in _INTEGERS:  # NumPy's are taken and become Python's
+            value = getattr(self, name)
+            if isinstance(value, np.integer):
+                object.__setattr__(self, name, int(value))
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
@@ -169,7 +186,7 @@ def policy_capacity(
     if policy is None or not policy.limited:
         return num_tokens
     if policy.capacity is not None:
-        return max(policy.capacity, policy.min_capacity)
+        return policy.capacity
     assert policy.capacity_factor is not None
     return expert_capacity(
         num_tokens,
@@ -218,7 +235,11 @@ def _is_number(value: object) -> bool:
 
 
 def _factor(value: object) -> float:
-    if not _is_number(value) or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
+    try:
+        usable = _is_number(value) and math.isfinite(value) and value > 0  # type: ignore[arg-type, operator]
+    except OverflowError:  # an integer beyond float64
+        usable = False
+    if not usable:
         raise PolicyError(
             f"capacity_factor={value!r}: expected a finite number above 0, or None for no ceiling"
         )
@@ -226,7 +247,8 @@ def _factor(value: object) -> float:
 
 
 def _integer(name: str, value: object, *, least: int, other: str | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _INT32_MAX:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or not least <= value <= _INT32_MAX:  # type: ignore[operator]
         also = f", {other}" if other else ""
         raise PolicyError(f"{name}={value!r}: expected an integer of at least {least}{also}")
 

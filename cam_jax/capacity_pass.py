@@ -29,7 +29,7 @@ def order_keys(
     if protected is not None:
         keys.append(protected)
     if priority is not None:
-        keys.append(jnp.broadcast_to(priority.astype(jnp.int32)[:, None], shape))
+        keys.append(jnp.broadcast_to(priority[:, None], shape))
     if policy.metric == "score":
         # -0.0 and 0.0 are a tie, which a total order would not see.
         keys.append(jnp.where(selection.scores == 0, 0.0, selection.scores))

@@ -21,7 +21,15 @@ _UNROLL = 16  # choices; more (expansion to many local experts) are a loop, to c
 
 
 def dispatch(x: Float[Array, "T D"], plan: RoutingPlan) -> Float[Array, "bins W D"]:
-    """Every slot's token, 0 in empty slots: [E, C, D], or [devices, W, D] for scope="device"."""
+    """Every slot's token, 0 in empty slots: [E, C, D], or [devices, W, D] for scope="device".
+
+    Raises:
+        InputError: not the tokens that the plan was made for.
+    """
+    if x.ndim != 2 or x.shape[0] != plan.num_tokens:
+        raise InputError(
+            f"dispatch: x has shape {x.shape}, the plan is of {plan.num_tokens} tokens"
+        )
     rows = take_rows(x, plan.token.reshape(-1), plan.choice_slot)
     return rows.reshape(*plan.token.shape, x.shape[-1])
 
@@ -30,7 +38,12 @@ def combine(y_e: Float[Array, "bins W D"], plan: RoutingPlan) -> Float[Array, "T
     """The weighted sum of what a token's experts made of it, in float32; 0 if it has none.
 
     Differentiable in ``y_e`` and in the weights (through ``plan.choice_weight``).
+
+    Raises:
+        InputError: not the slots of the plan.
     """
+    if y_e.ndim != 3 or y_e.shape[:2] != plan.token.shape:
+        raise InputError(f"combine: y_e has shape {y_e.shape}, the plan's slots {plan.token.shape}")
     rows = y_e.reshape(-1, y_e.shape[-1])
     return combine_rows(
         rows,

@@ -160,7 +160,12 @@ class _Program:
         else:
             routed = plan(self.policy)
             y = self._move(self.transport, x, routed, params)
-            load = self._sum_load(routed, device, whole=self.transport == "all_gather")
+            load = self._sum_load(
+                routed,
+                device,
+                whole=self.transport == "all_gather",
+                limited=self.policy.limited,
+            )
         if params.shared is not None:
             flat = shared_expert(x.reshape(-1, x.shape[-1]), params.shared)
             y = jnp.where(valid[..., None], y + flat.reshape(x.shape), 0)
@@ -186,8 +191,8 @@ class _Program:
         )
         capped = plan(policy)
         buffers = "all_gather" if policy.group == "batch" else "all_to_all"
-        capped_load = self._sum_load(capped, device, whole=buffers == "all_gather")
-        exact_load = self._sum_load(exact, device, whole=False)
+        capped_load = self._sum_load(capped, device, whole=buffers == "all_gather", limited=True)
+        exact_load = self._sum_load(exact, device, whole=False, limited=False)
         overflow = capped_load.dropped_capacity > 0  # summed over the mesh: all devices agree
         y = lax.cond(
             overflow,
@@ -197,11 +202,14 @@ class _Program:
         load = jax.tree.map(lambda a, b: jnp.where(overflow, a, b), exact_load, capped_load)
         return y, dataclasses.replace(load, capacity=capped_load.capacity)
 
-    def _sum_load(self, plan: RoutingPlan, device: Array, *, whole: bool) -> LoadStats:
+    def _sum_load(
+        self, plan: RoutingPlan, device: Array, *, whole: bool, limited: bool
+    ) -> LoadStats:
         """Adds the devices' statistics up in one reduction.
 
         Args:
             whole: each device has already those of all tokens, so that one of them counts.
+            limited: the plan has a ceiling.
         """
         load = plan.load.sum(0)
         if whole:
@@ -215,7 +223,9 @@ class _Program:
         summed = jax.tree.unflatten(
             tree, [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
         )
-        return dataclasses.replace(summed, capacity=summed.capacity.max())
+        # Without a ceiling an expert could get every token, those of other devices too.
+        capacity = summed.capacity.max() if limited else summed.tokens
+        return dataclasses.replace(summed, capacity=capacity)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from cam_jax.errors import InputError
 from cam_jax.grouped import RowBlock, by_platform, grouped_matmul, loop_over_blocks
 
 Leaf = Any  # an array, or what a tree transformation (axes, specs, shardings) puts in its place
@@ -58,6 +59,33 @@ class MoEParams:
     experts: ExpertWeights
     bias: Leaf | None = None
     shared: SharedExpert | None = None
+
+
+def check_shapes(params: MoEParams, features: int) -> None:
+    """Refuses expert weights that do not fit each other or D features.
+
+    Raises:
+        InputError: names the weight and both shapes.
+    """
+    experts, shared = params.experts, params.shared
+    count, hidden = experts.gate.shape[0], experts.gate.shape[1:2]
+    expected = {
+        "experts.gate": (experts.gate, (count, *hidden, features)),
+        "experts.up": (experts.up, (count, *hidden, features)),
+        "experts.down": (experts.down, (count, features, *hidden)),
+    }
+    if shared is not None:
+        wide = shared.gate.shape[:1]
+        expected |= {
+            "shared.gate": (shared.gate, (*wide, features)),
+            "shared.up": (shared.up, (*wide, features)),
+            "shared.down": (shared.down, (features, *wide)),
+        }
+        if shared.router is not None:
+            expected["shared.router"] = (shared.router, (1, features))
+    for name, (leaf, shape) in expected.items():
+        if leaf.shape != shape:
+            raise InputError(f"params.{name} has shape {leaf.shape}: expected {shape}")
 
 
 def swiglu(

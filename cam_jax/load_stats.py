@@ -21,8 +21,8 @@ class LoadStats:
         demand: [E] original top-k assignments of valid, finite tokens.
         load: [E] assignments that were kept, expanded and rerouted ones included.
         tokens: valid tokens (non-finite ones count).
-        capacity: the logical ceiling C per expert; without a ceiling, the valid tokens. The
-            largest of the groups after `sum`.
+        capacity: the logical ceiling C per expert; without a ceiling, the valid tokens (of a
+            layer: all that were routed). The largest of the groups after `sum`.
         slots: slots that may be filled: E·min(C, tokens); without a ceiling, the kept ones.
         dropped_capacity: original assignments lost to the ceiling (rerouted ones are counted here
             and in ``rerouted``).
@@ -65,12 +65,12 @@ class LoadStats:
     def dropped_share(self) -> Float[Array, "..."]:
         """Dropped original assignments as a share of all original assignments; 0 if none."""
         asked = self.demand.sum(-1) + self.dropped_nonfinite
-        return self.dropped / jnp.maximum(asked, 1)
+        return (self.dropped / jnp.maximum(asked, 1)).astype(jnp.float32)
 
     @property
     def slot_use(self) -> Float[Array, "..."]:
         """Kept assignments per slot; 0 if there is none."""
-        return self.load.sum(-1) / jnp.maximum(self.slots, 1)
+        return (self.load.sum(-1) / jnp.maximum(self.slots, 1)).astype(jnp.float32)
 
     def straggler(
         self, *, devices: int | None = None, of: Literal["load", "demand"] = "load"
@@ -87,7 +87,8 @@ class LoadStats:
         if devices is not None:
             counts, parts = device_counts(counts, devices), devices
         mean = self.top_k * self.tokens / parts
-        return jnp.where(self.tokens > 0, counts.max(-1) / jnp.where(mean > 0, mean, 1.0), 0.0)
+        factor = jnp.where(self.tokens > 0, counts.max(-1) / jnp.where(mean > 0, mean, 1.0), 0.0)
+        return factor.astype(jnp.float32)
 
     def sum(self, axis: int = 0) -> "LoadStats":
         """Adds groups up along a leading axis (the capacity is the largest of theirs)."""

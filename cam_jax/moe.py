@@ -16,13 +16,13 @@ from jaxtyping import Array, Bool, Float, Int
 from cam_jax.capacity import CapacityPolicy
 from cam_jax.errors import InputError, MeshError, PolicyError
 from cam_jax.expert_parallel import expert_parallel_layer
-from cam_jax.experts import MoEParams, shared_expert
+from cam_jax.experts import MoEParams, check_shapes, shared_expert
 from cam_jax.group_routing import group_demand, route_groups, select_groups
 from cam_jax.groups import Groups, mesh_sizes
 from cam_jax.load_stats import LoadStats
 from cam_jax.plan import RoutingPlan
 from cam_jax.router import RouterConfig
-from cam_jax.routing import NO_POLICY
+from cam_jax.routing import check_policy_type, check_priority
 from cam_jax.transports import TRANSPORTS, dropless, gather
 
 
@@ -45,7 +45,8 @@ def moe_layer(
     all, or not finite) gets 0, and the shared expert's output where there is one; padding gets 0.
 
     Args:
-        x: hidden states; [T, D] means T sequences of one position.
+        x: hidden states; [T, D] means T sequences of one position. Sequences are divided evenly
+            over the devices, so leave out those without any valid position.
         params: the layer's weights.
         router: how the model selects and weighs experts.
         policy: the ceiling, static; None: the model as trained.
@@ -69,9 +70,12 @@ def moe_layer(
         PolicyError: a transport that cannot serve the policy.
         MeshError: a mesh that the layer does not fit.
     """
-    policy = policy or NO_POLICY
+    x = jnp.asarray(x)
+    policy = check_policy_type(policy)
     data, expert = mesh_sizes(virtual_devices)
     x3, valid2, priority2 = _as_rows(x, params, router, policy, valid, priority)
+    # Padding may hold anything; a NaN there would reach the gradients of the shared expert.
+    x3 = jnp.where(valid2[..., None], x3, 0)
     if mesh is not None:
         if (data, expert) != (1, 1):
             raise MeshError(
@@ -198,6 +202,8 @@ def _as_rows(
     priority: Array | None,
 ) -> tuple[Array, Array, Array | None]:
     """Checks every shape; x as [B, S, D], valid and priority as [B, S]."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise InputError(f"x has dtype {x.dtype}: the layer takes floating-point hidden states")
     if x.ndim not in (2, 3):
         raise InputError(f"x has shape {x.shape}: expected [B, S, D] or [T, D]")
     if x.size == 0:
@@ -212,6 +218,7 @@ def _as_rows(
             f"params.experts hold {params.experts.gate.shape[0]} experts, the router "
             f"{router.num_experts}"
         )
+    check_shapes(params, x.shape[-1])
     for name, given in (("valid", valid), ("priority", priority)):
         if given is not None and given.shape != x.shape[:-1]:
             raise InputError(f"{name} has shape {given.shape}: expected {x.shape[:-1]}, like x")
@@ -221,7 +228,10 @@ def _as_rows(
             "group='device' or 'batch'"
         )
     batch = (x.shape[0], 1) if x.ndim == 2 else x.shape[:2]
-    valid = jnp.ones(batch, bool) if valid is None else valid.astype(bool).reshape(batch)
+    if valid is not None and valid.dtype != bool:
+        raise InputError(f"valid has dtype {valid.dtype}: expected a bool mask")
+    valid = jnp.ones(batch, bool) if valid is None else jnp.asarray(valid).reshape(batch)
     if priority is not None:
-        priority = priority.reshape(batch)
+        check_priority(priority)
+        priority = jnp.asarray(priority).reshape(batch)
     return x.reshape(*batch, x.shape[-1]), valid, priority

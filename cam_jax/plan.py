@@ -20,7 +20,8 @@ class RoutingPlan:
     """Who goes where in one group; how the bytes move is a transport's business.
 
     A *bin* is an expert (``bins = E``, ``W = C``), or for scope="device" a destination device
-    (``bins = ep_size``, ``W = ceil(E/ep_size)·C``). Leaves may carry leading axes (groups).
+    (``bins = ep_size``, ``W = ceil(E/ep_size)·C``). Under vmap leaves carry a leading axis
+    (groups); the methods are of one group, so vmap them too.
 
     Attributes:
         token: [bins, W] int32, the token in each slot; T where the slot is empty.

@@ -25,12 +25,13 @@ def reroute(
     In each of ``policy.reroute_rounds`` rounds a token with j unplaced original assignments
     proposes itself to its j best selectable experts (by selection score) that had a free slot at
     the start of the round and do not hold it, and every expert fills its free slots in capacity
-    order. No token is brought above K experts; expanded candidates do not reroute.
+    order. No token is brought above K experts. Expanded candidates do not reroute, and neither do
+    assignments to experts that Expert Drop skips: those are dropped, not unplaced.
     """
     num_tokens, num_experts = kept.shape
     top_k = selection.experts.shape[-1]
     placed_so_far = jnp.zeros(num_tokens, jnp.int32)
-    unplaced = (candidates.original & ~kept).sum(-1, dtype=jnp.int32)
+    unplaced = (candidates.top_k & ~kept).sum(-1, dtype=jnp.int32)
     for _ in range(policy.reroute_rounds):
         free = jnp.maximum(ceiling - kept.sum(0, dtype=jnp.int32), 0)
         room = jnp.maximum(top_k - kept.sum(-1, dtype=jnp.int32), 0)

@@ -1,5 +1,6 @@
 """From router logits to gate scores, and from scores to each token's experts."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -43,6 +44,14 @@ class RouterConfig:
     group_score: GroupScore = "max"
 
     def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "num_groups", "top_groups"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise PolicyError(f"{name}={value!r}: expected an integer")
+        if not isinstance(self.normalize, bool):
+            raise PolicyError(f"normalize={self.normalize!r}: expected True or False")
+        if not isinstance(self.scale, int | float) or not math.isfinite(self.scale):
+            raise PolicyError(f"scale={self.scale!r}: expected a finite number")
         _check_top_k(self.top_k, self.num_experts)
         for name, options in (("score", Score), ("group_score", GroupScore)):
             if getattr(self, name) not in get_args(options):
@@ -104,8 +113,13 @@ def select(
         InputError: the logits are not those of ``router.num_experts`` experts.
     """
     num_experts = router.num_experts
-    if logits.shape[-1] != num_experts:
-        raise InputError(f"router logits {logits.shape}: expected {num_experts} experts")
+    if logits.ndim != 2 or logits.shape[-1] != num_experts:
+        raise InputError(
+            f"router logits have shape {logits.shape}: expected [T, {num_experts}], the tokens of "
+            f"one group and {num_experts} experts; vmap for several groups"
+        )
+    if bias is not None and bias.shape != (num_experts,):
+        raise InputError(f"bias has shape {bias.shape}: expected [{num_experts}]")
     logits = logits.astype(jnp.float32)
     finite = _finite_rows(logits)
     # Sanitised before the softmax: one infinity makes its whole row NaN, and NaN sorts first.
@@ -156,9 +170,10 @@ def _selection(
     normalize: bool,
     scale: float,
 ) -> Selection:
-    experts = jax.lax.top_k(choice, top_k)[1]
-    if normalize:
-        picked = jnp.take_along_axis(scores, experts, -1).sum(-1)
+    choice = jnp.where(choice == 0, 0.0, choice)  # -0.0 and 0.0 are a tie
+    best, experts = jax.lax.top_k(choice, top_k)
+    if normalize:  # over the experts that can be had; a masked one may fill up the list
+        picked = jnp.take_along_axis(scores, experts, -1).sum(-1, where=best > -jnp.inf)
         denominator = jnp.maximum(picked, jnp.finfo(jnp.float32).tiny)
     else:
         denominator = jnp.ones(scores.shape[0], jnp.float32)
@@ -183,7 +198,9 @@ def _mask_groups(choice: Float[Array, "T E"], router: RouterConfig) -> Float[Arr
     if router.group_score == "max":
         group_scores = grouped.max(-1)
     else:
-        group_scores = jax.lax.top_k(grouped, 2)[0].sum(-1)
+        best, second = jnp.moveaxis(jax.lax.top_k(grouped, 2)[0], -1, 0)
+        # A masked second expert adds nothing; it does not mask its group.
+        group_scores = best + jnp.where(second > -jnp.inf, second, 0.0)
     best = jax.lax.top_k(group_scores, router.top_groups)[1]
     return jnp.where(one_hot_any(best, router.num_groups)[:, :, None], grouped, -jnp.inf).reshape(
         choice.shape

@@ -9,6 +9,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from cam_jax import capacity_pass
@@ -43,7 +44,9 @@ def route(
 
     Args:
         selection: what the T tokens want, from `select` or `select_from_scores`.
-        policy: static. None: no ceiling, the model as trained.
+        policy: static. None: no ceiling, the model as trained. How tokens are grouped is the
+            caller's business here (these T tokens compete), and a plan with overflow="fallback"
+            drops: `moe_layer` is what runs the exact pass then.
         valid: which tokens are real; the others take no slot and count nowhere.
         priority: larger is kept first, before the metric is looked at.
         demand: what Expert Drop ranks experts by, so that all groups skip the same ones; None:
@@ -61,10 +64,17 @@ def route(
         PolicyError: ep_size or ep_rank out of range, or Expert Drop leaves no expert.
         InputError: an argument whose shape does not fit the selection.
     """
-    policy = policy or NO_POLICY
+    if not isinstance(selection, Selection):
+        raise InputError(
+            f"route takes a Selection (cam_jax.select, cam_jax.select_from_scores), got a "
+            f"{type(selection).__name__}"
+        )
+    policy = check_policy_type(policy)
     num_tokens, num_experts = selection.scores.shape
     top_k = selection.experts.shape[-1]
     _check(num_tokens, num_experts, ep_size, ep_rank, valid, priority, demand, local)
+    if valid is not None and valid.dtype != bool:
+        raise InputError(f"valid has dtype {valid.dtype}: expected a bool mask")
     valid = jnp.ones(num_tokens, bool) if valid is None else valid
 
     candidates = find_candidates(
@@ -193,7 +203,9 @@ def _load_stats(
         load=load,
         tokens=valid_tokens,
         capacity=ceiling,
-        slots=num_experts * jnp.minimum(ceiling, valid_tokens) if policy.limited else load.sum(),
+        slots=num_experts * jnp.minimum(ceiling, valid_tokens)
+        if policy.limited
+        else load.sum(dtype=jnp.int32),
         dropped_capacity=count(eligible & ~after_ceiling),
         dropped_max_experts=count(eligible & after_ceiling & ~kept),
         dropped_expert_drop=count(original & ~eligible),
@@ -204,6 +216,33 @@ def _load_stats(
         rerouted=count(kept & rerouted),
         top_k=top_k,
     )
+
+
+def check_policy_type(policy: CapacityPolicy | None) -> CapacityPolicy:
+    """The policy, or the one without a ceiling.
+
+    Raises:
+        PolicyError: something else.
+    """
+    if policy is not None and not isinstance(policy, CapacityPolicy):
+        raise PolicyError(f"policy must be a CapacityPolicy or None, got a {type(policy).__name__}")
+    return policy or NO_POLICY
+
+
+def check_priority(priority: Array | np.ndarray) -> None:
+    """Refuses a priority that int32 would cut.
+
+    Raises:
+        InputError: not integers, or host values beyond int32.
+    """
+    if priority.dtype != bool and not jnp.issubdtype(priority.dtype, jnp.integer):
+        raise InputError(f"priority has dtype {priority.dtype}: expected integers")
+    if isinstance(priority, np.ndarray) and priority.size:
+        limits = np.iinfo(np.int32)
+        if priority.min() < limits.min or priority.max() > limits.max:
+            raise InputError(
+                f"priority goes from {priority.min()} to {priority.max()}: expected int32 values"
+            )
 
 
 def _check(
@@ -220,14 +259,18 @@ def _check(
         raise InputError("route: the selection holds no tokens")
     if not 1 <= ep_size <= num_experts:
         raise PolicyError(f"ep_size={ep_size}: expected 1 to the number of experts, {num_experts}")
-    if isinstance(ep_rank, int) and not 0 <= ep_rank < ep_size:
-        raise PolicyError(f"ep_rank={ep_rank}: expected 0 to ep_size - 1 = {ep_size - 1}")
+    if isinstance(ep_rank, int | np.integer | np.ndarray):
+        ranks = np.asarray(ep_rank)
+        if ranks.size and not 0 <= ranks.min() <= ranks.max() < ep_size:
+            raise PolicyError(f"ep_rank={ep_rank}: expected 0 to ep_size - 1 = {ep_size - 1}")
+    if priority is not None:
+        check_priority(priority)
     for name, given, shapes in (
         ("valid", valid, [(num_tokens,)]),
         ("priority", priority, [(num_tokens,)]),
         ("demand", demand, [(num_experts,)]),
         ("local", local, [(num_experts,), (num_tokens, num_experts)]),
-        ("ep_rank", None if isinstance(ep_rank, int) else ep_rank, [(), (num_tokens,)]),
+        ("ep_rank", ep_rank if hasattr(ep_rank, "shape") else None, [(), (num_tokens,)]),
     ):
         if given is not None and given.shape not in shapes:
             raise InputError(f"{name} has shape {given.shape}: expected {shapes}")

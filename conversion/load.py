@@ -143,7 +143,7 @@ def load_params(
     check_tied(plan)
 
     def stack_type(paths: list[str]) -> np.dtype:
-        types = [wanted or plan.dtypes[path] for path in paths]
+        types = [plan.load_type(path, wanted) for path in paths]
         widest = types[0]
         for other in types[1:]:
             widest = jnp.promote_types(widest, other)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,21 @@ class LoadPlan:
     def nbytes(self) -> int:
         """Bytes of the leaves in the types of the files."""
         return sum(math.prod(self.shapes[leaf]) * t.itemsize for leaf, t in self.dtypes.items())
+
+    def load_type(self, leaf: str, wanted: np.dtype | None) -> np.dtype:
+        """The type that a leaf is read as when `wanted` is asked for, None being the files' own."""
+        wide = any(p.rule.wide for p in self.pieces_of.get(leaf, ()))
+        if wanted is None or (wide and wanted.itemsize < 4):
+            return self.dtypes[leaf]
+        return wanted
+
+    @cached_property
+    def pieces_of(self) -> Mapping[str, tuple[Piece, ...]]:
+        """Leaf path -> its pieces."""
+        found: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.leaf, []).append(piece)
+        return {leaf: tuple(pieces) for leaf, pieces in found.items()}
 
 
 def make_plan(

@@ -75,7 +75,7 @@ def read_leaves(
     for path in wanted:
         leaf = given.get(path)
         if leaf is None:
-            leaf = aligned_empty(plan.shapes[path], keep or plan.dtypes[path])
+            leaf = aligned_empty(plan.shapes[path], plan.load_type(path, keep))
         elif leaf.shape != plan.shapes[path]:
             raise ValueError(f"out[{path!r}] is {list(leaf.shape)}, not {list(plan.shapes[path])}")
         leaves[path] = leaf

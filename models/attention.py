@@ -126,7 +126,8 @@ def write_entry(
 ) -> dict[str, jax.Array]:
     """Entries with new [B, N, S, dim] at [layer, :, :, column : column + S]."""
     stack = entries[name]
-    start = (layer, 0, 0, column, 0)
+    # One type for all, which literals beside a traced int32 are not in 64-bit mode.
+    start = [jnp.asarray(index, jnp.int32) for index in (layer, 0, 0, column, 0)]
     updated = jax.lax.dynamic_update_slice(stack, new[None].astype(stack.dtype), start)
     return {**entries, name: updated}
 

@@ -160,7 +160,9 @@ def _attention_context(
     if cache is not None:
         grown = Cache(
             entries=cache.entries,
-            positions=jax.lax.dynamic_update_slice(cache.positions, keys, (0, cache.length)),
+            positions=jax.lax.dynamic_update_slice(
+                cache.positions, keys, (jnp.int32(0), cache.length)
+            ),
             counts=cache.counts + jnp.sum(valid, axis=1, dtype=jnp.int32),
             length=cache.length + valid.shape[1],
             empty=False,

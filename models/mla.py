@@ -103,7 +103,7 @@ class LatentAttention(nnx.Module):
         return y[..., : a.nope_dim], self._rotated(y[..., a.nope_dim :], context)
 
     def _latents(self, x: jax.Array, context: AttentionContext) -> jax.Array:
-        """What is cached of each token: the normed latent and the rotated key, [B, 1, S, R+rope]."""
+        """What is cached of each token: normed latent and rotated key, [B, 1, S, R + rope]."""
         rank = self.config.latent_rank
         y = linear(x, self.kv_a[...], self._optional("kv_a_bias"))[:, None]
         latent = rms_norm(y[..., :rank], self.kv_a_norm[...], LATENT_EPS)

@@ -94,7 +94,7 @@ def reference_route(
             free = [max(ceiling - n, 0) for n in load]
             proposals = {}
             for t in tokens:
-                unplaced = sum(e not in after_ceiling[t] for e in original[t]) - len(rerouted[t])
+                unplaced = sum(e not in after_ceiling[t] for e in top[t]) - len(rerouted[t])
                 count = max(0, min(unplaced, top_k - len(kept[t])))
                 among = [e for e in selectable[t] if free[e] > 0 and e not in kept[t]]
                 proposals[t] = best_experts(t, among, count)

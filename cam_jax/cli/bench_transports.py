@@ -11,6 +11,7 @@ from cam_jax.benchmarks.transports import LayerShape, Measurement, growth, measu
 from cam_jax.capacity import CapacityPolicy
 from cam_jax.cli.console import messages, write_json
 from cam_jax.errors import InputError
+from cam_jax.router import RouterConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,7 @@ class Options:
     """Options of `cam-jax bench-transports`."""
 
     tokens: tuple[int, ...] = (1024, 2048, 4096, 8192)
-    """Sizes of the group to measure."""
+    """Sizes of the group to measure, at least two."""
     capacity_factor: float = 1.5
     """γ of the ceiling; dropless runs without."""
     einsum_up_to: int = 2048
@@ -36,8 +37,12 @@ def run(options: Options) -> None:
     Raises:
         InputError: no sizes, or one below 1.
     """
-    if len(options.tokens) < 2 or min(options.tokens) < 1 or options.repeats < 1:
-        raise InputError("--tokens needs two sizes of at least 1, --repeats at least 1")
+    if len(set(options.tokens)) < 2 or min(options.tokens) < 1 or options.repeats < 1:
+        raise InputError("--tokens needs two different sizes of at least 1, --repeats at least 1")
+    shape = options.layer
+    if min(shape.num_experts, shape.top_k, shape.features, shape.hidden) < 1:
+        raise InputError(f"--layer needs sizes of at least 1, got {shape}")
+    RouterConfig(num_experts=shape.num_experts, top_k=shape.top_k)  # refuses what cannot be
     ceiling = CapacityPolicy(capacity_factor=options.capacity_factor)
     cases = [(name, t) for name in ("gather", "dropless", "einsum") for t in options.tokens]
     found: list[Measurement] = []

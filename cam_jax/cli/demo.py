@@ -32,7 +32,7 @@ def run(options: Options) -> None:
     # Here, so that --help waits for none of it.
     from rich.console import Console
 
-    from cam_jax.demo.cases import TIGHT, UNLIMITED
+    from cam_jax.demo.cases import CASES, TIGHT, UNLIMITED
     from cam_jax.demo.compare import compare
     from cam_jax.demo.picture import check_picture_path, draw
     from cam_jax.demo.table import as_data, show
@@ -43,13 +43,14 @@ def run(options: Options) -> None:
     texts = read_texts(options.text)
     # Float32: bfloat16 is emulated on most CPUs, and slow.
     model = load(
-        options.model or str(shipped_model()),
+        str(shipped_model()) if options.model is None else options.model,
         virtual_devices=options.virtual_devices,
         dtype="float32",
     )
     found = compare(
         model,
         texts,
+        CASES,
         rows=options.rows,
         length=options.length,
         prompt=None if options.no_generate else options.prompt,

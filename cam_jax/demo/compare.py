@@ -1,9 +1,9 @@
-"""All of the demo's policies on one text."""
+"""Several policies on one text."""
 
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 
-from cam_jax.demo.cases import CASES, Case
+from cam_jax.demo.cases import Case
 from cam_jax.demo.measure import Measured, measure, warm_up
 from cam_jax.demo.text import Windows, cut
 from cam_jax.errors import InputError
@@ -73,23 +73,23 @@ def check_model(model: LanguageModel, *, rows: int, length: int, prompt: str | N
 def compare(
     model: LanguageModel,
     texts: Sequence[str],
+    cases: Sequence[Case],
     *,
     rows: int,
     length: int,
     prompt: str | None,
     console: Console,
-    cases: Sequence[Case] = CASES,
 ) -> Comparison:
     """Read the texts under every policy.
 
     Args:
         model: with a tokenizer.
         texts: documents.
+        cases: the policies, the unlimited model first.
         rows: sequences of a batch.
         length: tokens of a sequence.
         prompt: what is continued without a ceiling; None for nothing.
         console: where progress is shown.
-        cases: the policies.
 
     Raises:
         InputError: as `check_model`.
@@ -134,7 +134,7 @@ def _compile_all(
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         jobs = [pool.submit(warm_up, model, case, windows, rows=rows) for case in cases]
         writing = None if prompt is None else pool.submit(_generate, model, prompt)
-        waiting = jobs if writing is None else [*jobs, writing]
+        waiting: list[Future[Any]] = jobs if writing is None else [*jobs, writing]
         for job in waiting:
             job.add_done_callback(lambda _: progress.advance(task))
         for job in jobs:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -54,15 +55,28 @@ def show(found: Comparison, model: LanguageModel, picture: Path, console: Consol
 def _table(found: Comparison, model: LanguageModel) -> Table:
     moe = model.config.moe
     assert moe is not None  # check_model has seen MoE layers
+    devices = model.virtual_devices
     table = Table(
-        title=f"{found.windows.num_bytes / 1000:.0f} KB of text, {found.windows.num_tokens} tokens, "
-        f"{model.virtual_devices} virtual devices, {model.config.num_moe_layers} MoE layers of "
+        title=f"{found.windows.num_bytes / 1000:.0f} KB of text, {found.windows.num_tokens} "
+        f"tokens, {devices} virtual devices\n{model.config.num_moe_layers} MoE layers of "
         f"{moe.router.num_experts} experts, top-{moe.router.top_k}",
         title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
+    # Headings on two lines, so that the table fits into 80 columns.
     table.add_column("policy", no_wrap=True)
-    for name in ("γ", "bits/byte", "rise", "straggler", "by device", "dropped", "slot use", "time"):
-        table.add_column(name, justify="right")
+    for name in (
+        "bits/\nbyte",
+        "rise",
+        "straggler",
+        "by\ndevice",
+        "dropped",
+        "slot\nuse",
+        "time",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
     base = found.results[0].bits_per_byte
     for measured in found.results:
         table.add_row(*_cells(measured, base))
@@ -72,13 +86,12 @@ def _table(found: Comparison, model: LanguageModel) -> Table:
 def _cells(measured: Measured, base: float) -> tuple[str, ...]:
     policy, by_device = measured.case.policy, measured.device_straggler
     return (
-        measured.case.name,
-        "-" if policy is None else f"{policy.capacity_factor:g}",
+        measured.case.title,
         f"{measured.bits_per_byte:.3f}",
         "" if policy is None else f"{measured.bits_per_byte - base:+.3f}",
         f"{measured.straggler.mean():.2f}×",
         "-" if by_device is None else f"{by_device.mean():.2f}×",
         f"{measured.dropped.mean():.1%}",
         "-" if policy is None else f"{measured.slot_use.mean():.0%}",
-        f"{measured.seconds:.1f} s",
+        f"{measured.seconds:.3g} s",
     )

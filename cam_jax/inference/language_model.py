@@ -23,6 +23,7 @@ from cam_jax.inference.policies import (
 )
 from cam_jax.inference.prompts import Batch, read_batch, read_prompts
 from cam_jax.inference.report import RoutingReport
+from cam_jax.inference.rows import spread_rows
 from cam_jax.inference.sampling import check_sampling, is_integer
 from cam_jax.inference.score import load_of, logits_of, score_of
 from cam_jax.inference.special import SpecialTokens
@@ -42,7 +43,7 @@ class LanguageModel:
 
     Under a policy with ``group="device"`` or ``"batch"`` the tokens of a row compete with those of
     other rows, so a row's result depends on its batch mates; under ``group="sequence"`` (without
-    ``expand``) and without a ceiling it does not.
+    ``expand`` and ``expert_drop``) and without a ceiling it does not.
 
     Attributes:
         config: the decoder.
@@ -110,12 +111,20 @@ class LanguageModel:
         Args:
             input_ids, attention_mask: as in `logits`.
             allow_empty_rows: rows without a real token are accepted, so that the last batch of a
-                data set can be filled up to the shape of the others.
+                data set can be filled up to the shape of the others. They change no result: the
+                real rows are divided over the (virtual) devices as if they were alone.
         """
         batch = self._read(input_ids, attention_mask, allow_empty_rows=allow_empty_rows)
         aligned = batch.align("left", largest=self.config.max_positions)
-        logprobs, load = score_of(self.params, aligned.ids, aligned.valid, **self._static())
-        return batch.unalign(np.asarray(logprobs))[:, 1:], self._report(load, batch)
+        data, expert = device_sizes(self.mesh, self.virtual_devices)
+        order = spread_rows(np.asarray(aligned.valid.any(axis=1)), data * expert)
+        # Row -1 of what stands below is an empty one.
+        ids = np.pad(aligned.ids, ((0, 1), (0, 0)))[order]
+        valid = np.pad(aligned.valid, ((0, 1), (0, 0)))[order]
+        logprobs, load = score_of(self.params, ids, valid, **self._static())
+        in_order = np.zeros(aligned.ids.shape, np.float32)
+        in_order[order[order >= 0]] = np.asarray(logprobs)[order >= 0]
+        return batch.unalign(in_order)[:, 1:], self._report(load, batch)
 
     def routing(self, input_ids: Any, attention_mask: Any = None) -> RoutingReport:
         """Per MoE layer: demand, load, drops by cause, capacity, straggler factors, slot use.
@@ -215,13 +224,14 @@ class LanguageModel:
             notes=self._notes(batch),
         )
 
-    def save(self, path: str | Path, format: str = "hf") -> Path:
+    def save(self, path: str | Path, format: str = "hf", *, overwrite: bool = False) -> Path:
         """Write the model as a checkpoint directory, complete or not at all.
 
         Args:
             path: the directory to make.
             format: "hf": config.json, safetensors and tokenizer files under the names they were
                 loaded from.
+            overwrite: replace a checkpoint directory that is there. Never anything else.
 
         Returns:
             The directory.
@@ -242,6 +252,7 @@ class LanguageModel:
             unstack_params(self.config, self.params),
             layout=self.origin.layout,
             companions=self.origin.companions,
+            overwrite=overwrite,
         )
 
     def _read(
@@ -267,7 +278,8 @@ class LanguageModel:
         }
 
     def _notes(self, batch: Batch) -> tuple[str, ...]:
-        return group_notes(len(batch.ids), self.policy, self.mesh, self.virtual_devices)
+        rows = int(batch.valid.any(axis=1).sum())
+        return group_notes(rows, self.policy, self.mesh, self.virtual_devices)
 
     def _report(self, load: Any, batch: Batch) -> RoutingReport:
         if load is None:

@@ -56,9 +56,9 @@ def check_sampling(
         (0, 1], a seed
             outside [0, 2**32); names the argument.
     """
-    if not is_number(temperature) or not 0 <= float(temperature) < np.inf:
+    if not is_number(temperature) or not 0 <= float(temperature) <= np.finfo(np.float32).max:
         raise InputError(
-            f"temperature must be a finite number >= 0 (0 = greedy), got {temperature!r}"
+            f"temperature must be a finite float32 >= 0 (0 = greedy), got {temperature!r}"
         )
     if top_k is not None and (not is_integer(top_k) or int(top_k) < 1):
         raise InputError(f"top_k must be an integer >= 1 or None (all tokens), got {top_k!r}")

@@ -36,7 +36,8 @@ class SpecialTokens:
         """The union of both files' EOS ids; BOS and padding from generation_config first.
 
         Raises:
-            ConfigError: an id that is no integer or not in the vocabulary (names the field).
+            ConfigError: an id that is no integer (names the field). One outside the vocabulary
+                can never be drawn and is left out.
         """
         files = [generation_config or {}, config.get("text_config") or {}, config]
         eos: list[int] = []

@@ -92,6 +92,7 @@ DEEPSEEK_V3 = WeightTable(
             leaf="layers.{l}.moe.bias",
             tensor=f"{LAYER}.mlp.gate.e_score_correction_bias",
             fields=("n_routed_experts",),
+            wide=True,  # rounded to bfloat16 it would choose other experts
         ),
     ),
     layouts=_LAYOUTS,

@@ -24,7 +24,8 @@ class Rule:
 
     axis, part, parts: the leaf is the part-th of `parts` equal blocks of the tensor along `axis`.
     fields: config fields that give the shape, for messages. tied_to: the leaf that this one
-    equals, and is absent for, when the model ties its embeddings.
+    equals, and is absent for, when the model ties its embeddings. wide: a cast on load leaves it
+    as it is stored, unless to four bytes or more.
     """
 
     leaf: str
@@ -34,6 +35,7 @@ class Rule:
     parts: int = 1
     fields: tuple[str, ...] = ()
     tied_to: str | None = None
+    wide: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +140,7 @@ class WeightTable:
 
 @lru_cache(maxsize=1024)
 def pattern(text: str) -> re.Pattern[str]:
-    """A name with `{l}`, `{e}` and `{rest}` as a regular expression; numbers have no leading zeros."""
+    """A name with `{l}`, `{e}`, `{rest}` as a regular expression; numbers have no leading zeros."""
     escaped = re.escape(text)
     for letter in ("l", "e"):
         escaped = escaped.replace(rf"\{{{letter}\}}", rf"(?P<{letter}>0|[1-9][0-9]*)")

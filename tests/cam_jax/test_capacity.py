@@ -46,6 +46,8 @@ from cam_jax.errors import PolicyError
         ({"expert_drop": -0.1}, "expert_drop=-0.1"),
         ({"expert_drop": math.nan}, "expert_drop=nan"),
         ({"min_capacity": 0}, "min_capacity=0"),
+        ({"min_capacity": 5, "capacity": 2}, "min_capacity=5"),
+        ({"capacity_factor": 10**400}, "capacity_factor=1000"),
         ({"seed": -1}, "seed=-1"),
         ({"protect_top_k": 1}, "protect_top_k=1"),
         ({"renormalize": None}, "renormalize=None"),
@@ -67,6 +69,7 @@ def test_refused(options, words):
 def test_a_policy_is_a_static_value():
     assert CapacityPolicy(capacity_factor=1) == CapacityPolicy(capacity_factor=1.0)
     assert hash(CapacityPolicy(capacity_factor=1)) == hash(CapacityPolicy(capacity_factor=1.0))
+    assert hash(CapacityPolicy(capacity=np.int64(3))) == hash(CapacityPolicy(capacity=3))
     assert not CapacityPolicy().limited
     assert CapacityPolicy(capacity=3).limited
 

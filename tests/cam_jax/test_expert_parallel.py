@@ -70,9 +70,7 @@ def assert_same(policy, *, data=1, expert, tensor=1, x=X, params=PARAMS, priorit
     y, load = layer(x, params, mesh=mesh, **options)
     expected, expected_load = layer(x, params, virtual=(data, expert), **options)
     assert np.allclose(y, expected, atol=1e-5)
-    # The emulation reports no ceiling's capacity per call, the mesh per device.
-    names = [name for name in vars(load) if policy is not None or name != "capacity"]
-    for name in names:
+    for name in vars(load):
         assert np.array_equal(getattr(load, name), getattr(expected_load, name)), name
     return load
 

@@ -10,6 +10,7 @@ import pytest
 
 from cam_jax.capacity import CapacityPolicy
 from cam_jax.errors import InputError, MeshError, PolicyError
+from cam_jax.experts import SharedExpert
 from cam_jax.group_routing import router_logits
 from cam_jax.moe import moe_layer
 from cam_jax.router import RouterConfig, select
@@ -217,6 +218,21 @@ def test_broken_tokens_and_padding_leave_the_weights_gradients_finite(x, params)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
+def test_what_stands_in_padding_never_reaches_the_shared_expert(x, params):
+    ones = jnp.ones((3, x.shape[-1]))
+    with_shared = dataclasses.replace(params, shared=SharedExpert(gate=ones, up=ones, down=ones.T))
+    valid = jnp.ones((B, S), bool).at[0, 0].set(False)
+
+    @jax.jit
+    def value_and_grads(x):
+        return jax.value_and_grad(
+            lambda p: (moe_layer(x, p, ROUTER, TOKEN_DROP, valid=valid)[0] ** 2).sum()
+        )(with_shared)
+
+    clean, broken = value_and_grads(x), value_and_grads(x.at[0, 0].set(jnp.nan))
+    jax.tree.map(np.testing.assert_array_equal, broken, clean)
+
+
 def test_priority_is_looked_at_before_the_score(x, params):
     priority = jnp.arange(B * S, dtype=jnp.int32).reshape(B, S)
     policy = CapacityPolicy(capacity=2, group="batch")
@@ -227,9 +243,10 @@ def test_priority_is_looked_at_before_the_score(x, params):
 
 def test_random_draws_follow_layer_and_group_and_the_layer_may_be_traced(x, params):
     policy = CapacityPolicy(capacity=1, metric="random", group="batch", seed=3)
-    _, one = layer(x, params, ROUTER, policy, layer=1)
+    y_static, one = layer(x, params, ROUTER, policy, layer=1)
     y_one, _ = layer(x, params, ROUTER, policy, layer=jnp.int32(1))
     y_two, _ = layer(x, params, ROUTER, policy, layer=2)
+    assert np.array_equal(y_static, y_one)
     assert np.abs(y_one - y_two).max() > 1e-3
     assert int(one.load.max()) == 1
 

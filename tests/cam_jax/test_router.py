@@ -94,6 +94,25 @@ def test_a_single_minus_infinity_masks_that_expert():
     assert np.allclose(plan.combine_tensor().sum(-1), [[0.5, 0, 0.5], [0, 0, 1]])
 
 
+def test_a_masked_expert_in_the_top_k_enters_no_weight():
+    # groups (0, 1) and (2, 3); of the better one only expert 2 can be had
+    router = RouterConfig(num_experts=4, top_k=2, num_groups=2, top_groups=1, normalize=True)
+    plan = route(select(jnp.array([[0.0, 0.0, 3.0, -INF]]), router), None)
+    assert np.array_equal(plan.combine_tensor().sum(-1), [[0, 0, 1, 0]])
+
+
+def test_a_masked_expert_does_not_mask_its_group():
+    router = RouterConfig(num_experts=4, top_k=1, num_groups=2, top_groups=1, group_score="top2")
+    assert np.array_equal(select(jnp.array([[0.0, 0.0, 9.0, -INF]]), router).experts, [[2]])
+    both = select(jnp.array([[0.0, 0.0, -INF, -INF]]), router)
+    assert np.array_equal(both.experts, [[0]])
+
+
+def test_minus_zero_and_zero_are_a_tie():
+    tied = select_from_scores(jnp.array([[-0.0, 0.0, -1.0]]), 1)
+    assert np.array_equal(tied.experts, [[0]])
+
+
 def test_logits_are_compared_in_float32_whatever_they_came_in():
     logits = jnp.array([[1.0, 1.0009766, 0.5]], jnp.float32)
     assert np.array_equal(select(logits, RouterConfig(num_experts=3, top_k=1)).experts, [[1]])
@@ -130,6 +149,10 @@ def test_gradients_flow_through_the_scores():
         {"top_k": 2, "num_groups": 3},
         {"top_k": 2, "num_groups": 2, "top_groups": 3},
         {"top_k": 2, "num_groups": 8, "top_groups": 2, "group_score": "top2"},
+        {"top_k": 1.5},
+        {"top_k": "2"},
+        {"top_k": 2, "scale": np.nan},
+        {"top_k": 2, "normalize": "yes"},
         {"top_k": 2, "score": "relu"},
         {"top_k": 2, "group_score": "mean"},
     ],
@@ -141,5 +164,5 @@ def test_impossible_routers_are_refused(sizes):
 
 
 def test_wrong_number_of_experts_is_refused():
-    with pytest.raises(InputError, match="expected 4 experts"):
+    with pytest.raises(InputError, match="and 4 experts"):
         select(jnp.zeros((2, 5)), RouterConfig(num_experts=4, top_k=1))

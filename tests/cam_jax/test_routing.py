@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cam_jax import CapacityPolicy, route, select_from_scores
+from cam_jax import (
+    CapacityPolicy,
+    RouterConfig,
+    combine,
+    dispatch,
+    route,
+    select,
+    select_from_scores,
+)
 from cam_jax.errors import InputError, PolicyError
 
 NAMES = "ABCDEFGH"
@@ -245,6 +253,10 @@ def test_expert_drop_skips_the_least_demanded():
     # skipped experts are no candidates for expansion or reroute
     assert kept(plan_of(expert_drop=0.3, expand="local", capacity=9)) == ["AB"] * 4
     assert kept(plan_of(expert_drop=0.3, overflow="reroute", capacity=2)) == ["A", "A", "B", "B"]
+    # nor do assignments to them go elsewhere: t3 loses B for good, ceiling or not
+    plan = plan_of(expert_drop=0.5, overflow="reroute", capacity=9)
+    assert kept(plan) == ["A", "A", "A", ""]
+    assert int(plan.load.rerouted) == 0
     with pytest.raises(PolicyError, match="skips all 3 experts"):
         plan_of(expert_drop=0.9)
 
@@ -316,12 +328,16 @@ def test_vmap_over_groups_equals_each_group():
         assert np.array_equal(together[g], one(scores[g], g).kept())
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
         ({"ep_size": 4}, PolicyError, "ep_size=4"),
         ({"ep_size": 0}, PolicyError, "ep_size=0"),
         ({"ep_size": 2, "ep_rank": 2}, PolicyError, "ep_rank=2"),
+        ({"ep_size": 2, "ep_rank": np.int32(9)}, PolicyError, "ep_rank=9"),
+        ({"priority": jnp.ones(4)}, InputError, "priority has dtype float32"),
+        ({"priority": np.full(4, 2**32)}, InputError, "expected int32 values"),
         ({"valid": jnp.ones(3, bool)}, InputError, "valid"),
         ({"priority": jnp.zeros(5, jnp.int32)}, InputError, "priority"),
         ({"demand": jnp.zeros(4, jnp.int32)}, InputError, "demand"),
@@ -332,6 +348,37 @@ def test_arguments_that_do_not_fit_are_refused(arguments, error, words):
     selection = select_from_scores(jnp.asarray(SCORES), 1)
     with pytest.raises(error, match=words):
         route(selection, CapacityPolicy(capacity=1, expand="local"), **arguments)
+
+
+def test_64_bit_mode_changes_no_type():
+    policies = [
+        CapacityPolicy(capacity=2),
+        CapacityPolicy(),
+        CapacityPolicy(capacity=1, overflow="reroute"),
+    ]
+    with jax.enable_x64(True):
+        for policy in policies:
+            plan = _route(_select(jnp.asarray(SCORES), 1), policy)
+            assert {leaf.dtype.name for leaf in jax.tree.leaves(plan.load)} == {"int32"}
+            figures = plan.load.straggler(), plan.load.dropped_share, plan.load.slot_use
+            assert {figure.dtype.name for figure in figures} == {"float32"}
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_common_slips_are_named():
+    scores = jnp.asarray(SCORES)
+    selection = select_from_scores(scores, 1)
+    with pytest.raises(InputError, match="route takes a Selection"):
+        route(scores, None)
+    with pytest.raises(PolicyError, match="got a float"):
+        route(selection, 1.5)
+    with pytest.raises(InputError, match="vmap for several groups"):
+        select(scores[None], RouterConfig(num_experts=3, top_k=1))
+    plan = route(selection, CapacityPolicy(capacity=2))
+    with pytest.raises(InputError, match="the plan is of 4 tokens"):
+        dispatch(jnp.zeros((5, 2)), plan)
+    with pytest.raises(InputError, match=r"the plan's slots \(3, 2\)"):
+        combine(jnp.zeros((2, 2, 2)), plan)
 
 
 def test_no_tokens_are_refused():

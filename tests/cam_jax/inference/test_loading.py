@@ -42,6 +42,26 @@ def test_greedy_tokens_are_golden(lm, golden):
     assert found.tokens.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixtral_bf16_5x",
+        "qwen2moe_bf16_4x",
+        "qwen3moe_bf16_4x",
+        "dsv1_moe16b_style",
+        "dsv2_lite_4x_bf16_yarn",
+        "dsv3_bf16_4x_yarn",
+    ],
+)
+def test_greedy_tokens_of_the_other_families_are_golden(golden_dir, name):
+    lm = load(golden_dir.parent / name, dtype="float32")
+    with np.load(golden_dir.parent / name / "golden.npz") as data:
+        tokens = data["generated"]
+    with jax.default_matmul_precision("highest"):
+        found = lm.generate(tokens[:, :17], max_new_tokens=8, stop_at_eos=False)
+    assert found.tokens.tolist() == tokens[:, 17:].tolist()
+
+
 def test_logits_and_scores_are_golden(lm, golden):
     ids = golden["input_ids"]
     with jax.default_matmul_precision("highest"):

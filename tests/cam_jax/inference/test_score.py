@@ -103,15 +103,21 @@ def test_scores_and_routing_of_one_pass_are_those_of_two():
     assert report.load.tolist() == lm.routing(ids, mask).load.tolist()
 
 
-def test_rows_that_fill_a_batch_up_change_nothing():
-    lm = with_devices(None)
+@pytest.mark.parametrize(
+    "policy", [None, CapacityPolicy(capacity_factor=0.7)], ids=["no ceiling", "per device"]
+)
+def test_rows_that_fill_a_batch_up_change_nothing(policy):
+    """Three real rows of two devices stay two and one, whatever is filled up around them."""
+    lm = with_devices(policy)
     ids, mask = tiny.padded(ROWS[:3], "right")
     scores, report = lm.score_with_routing(ids, mask)
-    ids, mask = (np.pad(a, ((0, 1), (0, 0))) for a in (np.maximum(ids, 0), mask))
+    ids, mask = (np.pad(a, ((0, 3), (0, 0))) for a in (np.maximum(ids, 0), mask))
     filled, again = lm.score_with_routing(ids, mask, allow_empty_rows=True)
     np.testing.assert_allclose(filled[:3], scores, atol=1e-5)
-    assert not filled[3].any() and again.tokens == report.tokens
+    assert not filled[3:].any() and again.tokens == report.tokens
     assert again.demand.tolist() == report.demand.tolist()
+    assert again.load.tolist() == report.load.tolist()
+    assert again.notes == report.notes
 
 
 @pytest.mark.parametrize("call", ["logits", "score", "routing"])

@@ -95,3 +95,19 @@ def test_tables_are_consistent(family: str) -> None:
         for parts in joined.values():  # blocks side by side, each leaf one of them, none left out
             assert [rule.part for rule in parts] == list(range(parts[0].parts))
             assert len({(rule.axis, rule.parts) for rule in parts}) == 1
+
+
+def test_extra_layers_are_ignored_as_far_as_the_config_counts_them() -> None:
+    table = table_for("deepseek_v3")
+    config = {"num_hidden_layers": 3, "num_nextn_predict_layers": 2}
+    for name in (
+        "model.layers.3.eh_proj.weight",
+        "model.layers.4.mlp.experts.0.up_proj.weight",
+        "model.layers.3.embed_tokens.weight",
+    ):
+        assert "multi-token" in (table.ignored_reason(name, config) or "")
+        assert table.ignored_reason(name, {"text_config": config}) is not None
+        assert table.ignored_reason(name, {"num_hidden_layers": 3}) is None
+    assert table.ignored_reason("model.layers.5.eh_proj.weight", config) is None
+    assert table.ignored_reason("model.layers.2.eh_proj.weight", config) is None
+    assert table.ignored_reason("model.layers.30.eh_proj.weight", config) is None

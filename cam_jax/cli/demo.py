@@ -12,6 +12,8 @@ class Options:
     """Directory or hub id of a checkpoint with a tokenizer. Default: the model that is shipped."""
     text: Path | None = None
     """A text file, or a folder of .txt files. Default: the held-out text that is shipped."""
+    share: float = 0.5
+    """How much of every document is read, from its beginning; 1 reads all, in twice the time."""
     virtual_devices: int = 8
     """Expert-parallel devices that are emulated; the ceiling holds for each one's tokens."""
     rows: int = 16
@@ -36,11 +38,11 @@ def run(options: Options) -> None:
     from cam_jax.demo.compare import compare
     from cam_jax.demo.picture import check_picture_path, draw
     from cam_jax.demo.table import as_data, show
-    from cam_jax.demo.text import read_texts
+    from cam_jax.demo.text import beginnings, read_texts
     from cam_jax.inference import load
 
     out = check_picture_path(options.out)
-    texts = read_texts(options.text)
+    texts = beginnings(read_texts(options.text), options.share)
     # Float32: bfloat16 is emulated on most CPUs, and slow.
     model = load(
         str(shipped_model()) if options.model is None else options.model,

@@ -66,6 +66,23 @@ def read_texts(path: Path | None) -> list[str]:
     return texts
 
 
+def beginnings(texts: Sequence[str], share: float) -> list[str]:
+    """The first ``share`` of every document, in whole lines (at least one).
+
+    Raises:
+        InputError: a share outside (0, 1].
+    """
+    if not 0 < share <= 1:
+        raise InputError(f"share={share}: expected more than 0 and at most 1")
+    if share == 1:
+        return list(texts)
+    shortened = []
+    for text in texts:
+        end = text.find("\n", int(len(text) * share))
+        shortened.append(text if end < 0 else text[: end + 1])
+    return shortened
+
+
 def cut(
     texts: Sequence[str], tokenizer: Tokenizer, *, separator: int | None, length: int
 ) -> Windows:

@@ -24,7 +24,7 @@ KEYS = [
     "seconds",
 ]
 SHOWN = ("No ceiling", "Token Drop", "Keep random")
-SMALL = ["--rows", "4", "--length", "16", "--virtual-devices", "4"]
+SMALL = ["--share", "1", "--rows", "4", "--length", "16", "--virtual-devices", "4"]
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +99,7 @@ def test_the_table_and_the_text(model, text, tmp_path, capsys, monkeypatch):
         (["--virtual-devices", "0"], "virtual_devices=0"),
         (["--virtual-devices", "9"], "virtual_devices=9"),
         (["--rows", "0"], "rows=0"),
+        (["--share", "2"], "share=2"),
         (["--length", "1"], "length=1"),
         (["--length", "129"], "128 positions"),
         (["--prompt", ""], "prompt has 0 tokens"),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cam_jax.demo.text import cut, read_texts
+from cam_jax.demo.text import beginnings, cut, read_texts
 from cam_jax.errors import InputError
 from cam_jax.training.tokenizer import train_tokenizer
 from tests.cam_jax.demo.checkpoint import TEXT
@@ -70,3 +70,10 @@ def test_text_that_cannot_be_read(tmp_path, content, message):
     (tmp_path / "folder").mkdir()
     with pytest.raises(InputError, match=r"no \.txt file"):
         read_texts(tmp_path / "folder")
+
+
+def test_beginnings_are_whole_lines():
+    assert beginnings(["ab\ncd\nef\n", "one line"], 0.5) == ["ab\ncd\n", "one line"]
+    assert beginnings(["ab\ncd\n"], 1.0) == ["ab\ncd\n"]
+    with pytest.raises(InputError, match=r"share=0\.0"):
+        beginnings(["ab"], 0.0)

@@ -95,9 +95,10 @@ def test_every_policy_on_eight_expert_devices(name, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize(
-    "sizes", [(2, 2, 2), (4, 2, 1), (1, 4, 2), (1, 1, 4), (2, 1, 1), (1, 2, 1)]
+    ("name", "sizes"),
+    [(name, (1, 4, 2)) for name in POLICIES]
+    + [("score", (4, 2, 1)), ("score", (1, 1, 4)), ("batch", (2, 1, 1)), ("none", (2, 2, 2))],
 )
 def test_every_policy_on_every_shape_of_mesh(name, sizes, devices):
     assert_same(POLICIES[name], data=sizes[0], expert=sizes[1], tensor=sizes[2])

@@ -55,6 +55,8 @@ def token_devices(mesh: Mesh) -> int:
     Raises:
         MeshError: not a mesh of `make_mesh`.
     """
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"mesh is a {type(mesh).__name__}: use cam_jax.make_mesh")
     if tuple(mesh.axis_names) != AXES:
         raise MeshError(
             f"the mesh has axes {tuple(mesh.axis_names)}, expected {AXES}: use cam_jax.make_mesh"

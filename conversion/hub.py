@@ -40,6 +40,8 @@ def resolve(
 
     Raises CheckpointError: no such path, unknown or closed repo or revision, network closed.
     """
+    if not isinstance(path_or_repo_id, str | Path) or not str(path_or_repo_id):
+        raise CheckpointError(f"{path_or_repo_id!r} is no path and no hub repo id.")
     text = str(path_or_repo_id)
     path = Path(path_or_repo_id).expanduser()
     if path.is_dir():

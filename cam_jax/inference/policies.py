@@ -5,6 +5,7 @@ from typing import Any
 from cam_jax.capacity import CapacityPolicy
 from cam_jax.errors import PolicyError
 from cam_jax.groups import mesh_sizes
+from cam_jax.mesh import token_devices
 from cam_jax.models.config import DecoderConfig
 
 Policy = CapacityPolicy | None | tuple[CapacityPolicy | None, ...]
@@ -55,6 +56,7 @@ def device_sizes(mesh: Any, virtual_devices: int | tuple[int, int]) -> tuple[int
 
     Raises:
         PolicyError: sizes that are not positive, or emulated devices beside real ones.
+        MeshError: not a mesh of `cam_jax.make_mesh`.
     """
     sizes = mesh_sizes(virtual_devices)
     if mesh is None:
@@ -64,6 +66,7 @@ def device_sizes(mesh: Any, virtual_devices: int | tuple[int, int]) -> tuple[int
             f"virtual_devices={virtual_devices!r} emulates devices where there are none: leave it "
             "out with a mesh"
         )
+    token_devices(mesh)
     return int(mesh.shape["data"]), int(mesh.shape["expert"])
 
 

@@ -40,6 +40,12 @@ def test_sizes_below_one_are_refused(sizes):
         make_mesh(**sizes)
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_mesh_is_refused():
+    with pytest.raises(MeshError, match="mesh is a str"):
+        token_devices("a")
+
+
 def test_a_foreign_mesh_is_refused():
     with pytest.raises(MeshError, match="use cam_jax"):
         token_devices(jax.make_mesh((2,), ("x",), (AxisType.Auto,)))

@@ -49,7 +49,7 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert resolve("~/m") == tmp_path / "m"
 
 
-@pytest.mark.parametrize("text", ["./absent", "/absent/model", "~/absent", "a/b/c", "bad name", ""])
+@pytest.mark.parametrize("text", ["./absent", "/absent/model", "~/absent", "a/b/c", "bad name"])
 def test_what_can_only_be_a_path(
     monkeypatch: pytest.MonkeyPatch, text: str, tmp_path: Path
 ) -> None:
@@ -131,3 +131,10 @@ def test_unknown_model_is_refused_before_its_weights_are_fetched(
     with pytest.raises(ConfigError, match="gpt2"):
         open_checkpoint("owner/name")
     assert len(asked) == 1 and not any("safetensors" in p for p in asked[0] if "index" not in p)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("nothing", ["", None, 5, b"abc"])
+def test_no_path_at_all_is_refused(nothing: Any) -> None:
+    with pytest.raises(CheckpointError, match="no path and no hub repo id"):
+        resolve(nothing)

@@ -166,7 +166,7 @@ def _random_policy(rng):
             "scope": rng.choice(["expert", "expert", "device"]),
             "overflow": rng.choice(["drop", "drop", "reroute"]),
             "reroute_rounds": rng.choice([1, 2, 3]),
-            "expert_drop": rng.choice([0, 0, 0.25, 0.5]),
+            "expert_drop": rng.choice([0.0, 0.0, 0.25, 0.5]),
             "min_capacity": rng.choice([1, 1, 3]),
             "seed": rng.randrange(5),
         }

@@ -48,12 +48,12 @@ def expert_parallel_layer(
     that do not divide with dead ones that no token can choose.
 
     Raises:
-        MeshError: fewer experts than devices on "expert", F not divisible over "tensor", or a mesh
-            with other axes.
+        MeshError: fewer experts than devices on "expert", fewer sequences than devices, F not
+            divisible over "tensor", or a mesh with other axes.
         PolicyError: a transport that cannot serve the policy.
     """
     devices, ep_size = token_devices(mesh), int(mesh.shape[EXPERT])
-    _check(params, router, mesh)
+    _check(x.shape[0], params, router, mesh)
     program = _Program(
         router=router,
         policy=policy,
@@ -65,7 +65,7 @@ def expert_parallel_layer(
     rows = x.shape[0]
     missing = -rows % devices
     x, valid, priority = (_pad_rows(leaf, missing) for leaf in (x, valid, priority))
-    params = dataclasses.replace(params, experts=_pad_experts(params.experts, router, ep_size))
+    params = dataclasses.replace(params, experts=_pad_experts(params.experts, router, mesh))
     tokens = P(TOKENS)
     run = jax.shard_map(
         program,
@@ -279,13 +279,41 @@ def _transport_name(name: str | None, policy: CapacityPolicy) -> str:
     return needed
 
 
-def _check(params: MoEParams, router: RouterConfig, mesh: Mesh) -> None:
-    ep_size, tensor = int(mesh.shape[EXPERT]), int(mesh.shape[TENSOR])
-    if router.num_experts < ep_size:
+def padded_experts(router: RouterConfig, mesh: Mesh) -> int:
+    """Experts with the dead ones at the end that make them divide over "expert".
+
+    Raises:
+        MeshError: fewer experts than devices on "expert", or a mesh with other axes.
+    """
+    token_devices(mesh)
+    devices = int(mesh.shape[EXPERT])
+    if router.num_experts < devices:
         raise MeshError(
-            f"the mesh has expert={ep_size} devices for {router.num_experts} experts: some would "
+            f"the mesh has expert={devices} devices for {router.num_experts} experts: some would "
             "hold none; use fewer, and more on 'data'"
         )
+    return -(-router.num_experts // devices) * devices
+
+
+def check_batch(rows: int, mesh: Mesh) -> None:
+    """Refuses a batch that would leave devices without any token.
+
+    Raises:
+        MeshError: fewer sequences than data x expert devices.
+    """
+    devices = token_devices(mesh)
+    if rows < devices:
+        raise MeshError(
+            f"a batch of {rows} for data={mesh.shape[DATA]} x expert={mesh.shape[EXPERT]} = "
+            f"{devices} devices leaves {devices - rows} of them without tokens: send at least "
+            f"{devices} sequences at a time, or use a smaller mesh"
+        )
+
+
+def _check(rows: int, params: MoEParams, router: RouterConfig, mesh: Mesh) -> None:
+    padded_experts(router, mesh)
+    check_batch(rows, mesh)
+    tensor = int(mesh.shape[TENSOR])
     widths = {"experts": params.experts.gate.shape[1]}
     if params.shared is not None:
         widths["shared expert"] = params.shared.gate.shape[0]
@@ -300,8 +328,7 @@ def _pad_rows(leaf: Any, missing: int) -> Any:
     return jnp.pad(leaf, [(0, missing)] + [(0, 0)] * (leaf.ndim - 1))
 
 
-def _pad_experts(experts: ExpertWeights, router: RouterConfig, ep_size: int) -> ExpertWeights:
+def _pad_experts(experts: ExpertWeights, router: RouterConfig, mesh: Mesh) -> ExpertWeights:
     """Dead experts at the end; weights that were loaded for the mesh have them already."""
-    padded = -(-router.num_experts // ep_size) * ep_size
-    missing = padded - experts.gate.shape[0]
+    missing = padded_experts(router, mesh) - experts.gate.shape[0]
     return jax.tree.map(lambda leaf: _pad_rows(leaf, missing), experts) if missing else experts

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from cam_jax.capacity import CapacityPolicy
 from cam_jax.errors import InputError, MeshError, PolicyError
-from cam_jax.expert_parallel import expert_parallel_layer
+from cam_jax.expert_parallel import expert_parallel_layer, padded_experts
 from cam_jax.experts import MoEParams, check_shapes, shared_expert
 from cam_jax.group_routing import group_demand, route_groups, select_groups
 from cam_jax.groups import Groups, mesh_sizes
@@ -51,7 +51,8 @@ def moe_layer(
         router: how the model selects and weighs experts.
         policy: the ceiling, static; None: the model as trained.
         mesh: of `cam_jax.make_mesh`: sequences lie over data x expert, experts over "expert", their
-            hidden features over "tensor"; None: one device.
+            hidden features over "tensor"; None: one device. There must be a sequence for each
+            device, and may be dead experts behind the router's own, as weights on a mesh have them.
         virtual_devices: emulate the groups of so many expert-parallel devices, or of a
             (data, expert) mesh, on this one.
         valid: [B, S] ([T] with [T, D]), which positions are real; all if None.
@@ -73,7 +74,8 @@ def moe_layer(
     x = jnp.asarray(x)
     policy = check_policy_type(policy)
     data, expert = mesh_sizes(virtual_devices)
-    x3, valid2, priority2 = _as_rows(x, params, router, policy, valid, priority)
+    experts = router.num_experts if mesh is None else padded_experts(router, mesh)
+    x3, valid2, priority2 = _as_rows(x, params, router, policy, valid, priority, experts)
     # Padding may hold anything; a NaN there would reach the gradients of the shared expert.
     x3 = jnp.where(valid2[..., None], x3, 0)
     if mesh is not None:
@@ -200,8 +202,12 @@ def _as_rows(
     policy: CapacityPolicy,
     valid: Array | None,
     priority: Array | None,
+    padded: int,
 ) -> tuple[Array, Array, Array | None]:
-    """Checks every shape; x as [B, S, D], valid and priority as [B, S]."""
+    """Checks every shape; x as [B, S, D], valid and priority as [B, S].
+
+    padded: experts together with the dead ones that weights loaded for a mesh have.
+    """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise InputError(f"x has dtype {x.dtype}: the layer takes floating-point hidden states")
     if x.ndim not in (2, 3):
@@ -213,7 +219,7 @@ def _as_rows(
         raise InputError(
             f"params.router has shape {params.router.shape}: expected [E, D] = {expected}"
         )
-    if params.experts.gate.shape[0] != router.num_experts:
+    if params.experts.gate.shape[0] not in (router.num_experts, padded):
         raise InputError(
             f"params.experts hold {params.experts.gate.shape[0]} experts, the router "
             f"{router.num_experts}"

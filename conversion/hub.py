@@ -14,11 +14,13 @@ from huggingface_hub.errors import (
 )
 
 from cam_jax.conversion.files import COMPANIONS, CONFIG
-from cam_jax.conversion.source import INDEX, SINGLE
+from cam_jax.conversion.source import INDEX, SINGLE, TORCH_INDEX, TORCH_SINGLE
 from cam_jax.errors import CheckpointError
 
-SMALL_FILES = (CONFIG, INDEX, *COMPANIONS)
+SMALL_FILES = (CONFIG, INDEX, TORCH_INDEX, *COMPANIONS)
 WEIGHT_FILES = (SINGLE, "model-*-of-*.safetensors")
+# Many repos hold their weights in both forms; these are fetched where there is no other.
+TORCH_WEIGHT_FILES = (TORCH_SINGLE, "pytorch_model-*-of-*.bin")
 
 _REPO_ID = re.compile(r"([A-Za-z0-9_.-]+/)?[A-Za-z0-9_.-]+")  # what the hub lets a name be made of
 
@@ -68,7 +70,10 @@ def resolve(
     directory = fetch(SMALL_FILES)
     if check is not None:
         check(directory)
-    return fetch(SMALL_FILES + WEIGHT_FILES)
+    directory = fetch(SMALL_FILES + WEIGHT_FILES)
+    if not any((directory / name).is_file() for name in (SINGLE, INDEX)):
+        directory = fetch(SMALL_FILES + TORCH_WEIGHT_FILES)
+    return directory
 
 
 def _may_be_repo_id(text: str) -> bool:

@@ -3,7 +3,8 @@
 Everything that headers and config can tell is checked before any tensor data is read.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from cam_jax.conversion.arrays import aligned_empty, load_dtype
 from cam_jax.conversion.files import companions, read_directory
+from cam_jax.conversion.fp8 import open_source
 from cam_jax.conversion.hub import resolve
+from cam_jax.conversion.placed import load_placed
 from cam_jax.conversion.plan import LoadPlan, make_plan
 from cam_jax.conversion.read import Progress, check_tied, read_leaves
-from cam_jax.conversion.source import CheckpointSource
 from cam_jax.models.config import DecoderConfig
-from cam_jax.models.params import param_specs
+from cam_jax.models.params import Params, layer_paths, map_params, param_specs, stacked_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,7 @@ def open_checkpoint(
         directory=directory,
         config_json=config_json,
         config=config,
-        plan=make_plan(CheckpointSource.open(directory), table, shapes, config_json),
+        plan=make_plan(open_source(directory, config_json), table, shapes, config_json),
         companions=companions(directory),
     )
 
@@ -126,50 +129,57 @@ def load_checkpoint(
 def load_params(
     opened: OpenCheckpoint,
     *,
+    mesh: Mesh | None = None,
     dtype: str | np.dtype | type | None = None,
     allow_nonfinite: bool = False,
     progress: Progress | None = None,
     threads: int | None = None,
-) -> dict[str, Any]:
+) -> Params:
     """Load an opened checkpoint as the stacked tree that `models.decoder.forward` takes.
 
     The same as `stack_params` of the per-layer leaves, without their copy: each tensor is read
     into its place of the stacked [L, ...] array, which JAX on CPU takes over as it is. Float64
     files become float32 unless 64-bit mode is on. A stack whose layers differ in type takes the
     widest.
+
+    Args:
+        mesh: None puts everything on the default device; on a mesh each device gets, and each
+            process reads, its own part (`placed`).
     """
     plan, config = opened.plan, opened.config
     wanted = load_dtype(dtype)
     check_tied(plan)
+    specs = stacked_specs(config)
+    types: dict[str, np.dtype] = {}
 
-    def stack_type(paths: list[str]) -> np.dtype:
-        types = [plan.load_type(path, wanted) for path in paths]
-        widest = types[0]
-        for other in types[1:]:
-            widest = jnp.promote_types(widest, other)
-        return np.dtype(jax.dtypes.canonicalize_dtype(widest))
+    def note_type(path: str, spec: Any) -> None:
+        rows = layer_paths(config, path) or [path]
+        types[path] = _widest(plan.load_type(row, wanted) for row in rows)
 
-    out: dict[str, np.ndarray] = {}
-    stacks: list[dict[str, np.ndarray]] = []
-    for segment in config.segments:
-        prefix = f"layers.{segment.start}."
-        inner = [p.removeprefix(prefix) for p in plan.shapes if p.startswith(prefix)]
-        stack = {}
-        for name in inner:
-            paths = [f"layers.{segment.start + row}.{name}" for row in range(segment.length)]
-            shape = (segment.length, *plan.shapes[paths[0]])
-            stack[name] = aligned_empty(shape, stack_type(paths))
-            out.update({path: stack[name][row] for row, path in enumerate(paths)})
-        stacks.append(stack)
-    for path, shape in plan.shapes.items():
-        if path not in out:
-            out[path] = aligned_empty(shape, stack_type([path]))
-    read_leaves(plan, out=out, allow_nonfinite=allow_nonfinite, progress=progress, threads=threads)
-    params: dict[str, Any] = {
-        path: _on_device(leaf) for path, leaf in out.items() if not path.startswith("layers.")
+    map_params(note_type, specs)
+    options: dict[str, Any] = {
+        "allow_nonfinite": allow_nonfinite,
+        "progress": progress,
+        "threads": threads,
     }
-    params["segments"] = [_nested(stack) for stack in stacks]
-    return params
+    if mesh is not None:
+        return load_placed(plan, config, mesh, types=types, **options)
+    host = map_params(lambda path, spec: aligned_empty(spec.shape, types[path]), specs)
+    out: dict[str, np.ndarray] = {}
+
+    def note_rows(path: str, stack: np.ndarray) -> None:
+        rows = layer_paths(config, path)
+        out.update({path: stack} if rows is None else dict(zip(rows, stack, strict=True)))
+
+    map_params(note_rows, host)
+    read_leaves(plan, out=out, **options)
+    return jax.tree.map(_on_device, host)
+
+
+def _widest(types: Iterable[np.dtype]) -> np.dtype:
+    """The type that holds all of them, among those that JAX has now (64-bit mode or not)."""
+    widest = functools.reduce(jnp.promote_types, types)
+    return np.dtype(jax.dtypes.canonicalize_dtype(widest))
 
 
 def _on_device(leaf: np.ndarray) -> jax.Array:
@@ -178,15 +188,3 @@ def _on_device(leaf: np.ndarray) -> jax.Array:
     `jnp.asarray` always copies; `device_put` of an aligned buffer on CPU does not.
     """
     return jax.device_put(leaf, may_alias=True)
-
-
-def _nested(leaves: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """{"a.b": leaf} -> {"a": {"b": leaf}}, on the default device."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *steps, last = path.split(".")
-        place = tree
-        for step in steps:
-            place = place.setdefault(step, {})
-        place[last] = _on_device(leaf)
-    return tree

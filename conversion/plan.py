@@ -155,9 +155,11 @@ def _misfit(
     where = f"{name} in {spec.path.name}"
     faults = []
     if spec.dtype not in WEIGHT_DTYPES:
+        remedy = f"read are {', '.join(sorted(WEIGHT_DTYPES))}"
+        if spec.dtype == "F8_E4M3":
+            remedy = f"it needs {name}_scale_inv, and a quantization_config in the config"
         faults.append(
-            f"{where} is {spec.dtype}, whose numbers mean nothing without scales "
-            f"(read are {', '.join(sorted(WEIGHT_DTYPES))})"
+            f"{where} is {spec.dtype}, whose numbers mean nothing without scales ({remedy})"
         )
     expected = users[0].tensor_shape
     if spec.shape != expected:

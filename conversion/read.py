@@ -17,8 +17,9 @@ from cam_jax.conversion.arrays import (
     has_nonfinite,
     load_dtype,
 )
-from cam_jax.conversion.plan import LoadPlan, leaf_view
+from cam_jax.conversion.plan import LoadPlan
 from cam_jax.conversion.source import CheckpointSource
+from cam_jax.conversion.tables import Piece
 from cam_jax.errors import CheckpointError
 
 CHUNK_BYTES = 8 << 20
@@ -33,6 +34,19 @@ Progress = Callable[[int, int], None]
 
 class NonfiniteWarning(UserWarning):
     """A checkpoint with NaN or infinite weights was loaded on request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """A box of a leaf, and the array to read it into.
+
+    leaf: its path. box: one slice with step 1 per axis of the leaf. out: of the box's shape; its
+    type is what values are cast to.
+    """
+
+    leaf: str
+    box: tuple[slice, ...]
+    out: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +93,34 @@ def read_leaves(
         elif leaf.shape != plan.shapes[path]:
             raise ValueError(f"out[{path!r}] is {list(leaf.shape)}, not {list(plan.shapes[path])}")
         leaves[path] = leaf
-    chunks = _chunks(plan, leaves)
+    read_regions(
+        plan,
+        [Region(leaf=path, box=whole(leaf.shape), out=leaf) for path, leaf in leaves.items()],
+        allow_nonfinite=allow_nonfinite,
+        progress=progress,
+        threads=threads,
+    )
+    return leaves
+
+
+def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The box that is all of an array."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def read_regions(
+    plan: LoadPlan,
+    regions: Iterable[Region],
+    *,
+    allow_nonfinite: bool = False,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> None:
+    """Fill the arrays of ``regions``, reading those bytes of the files and no others.
+
+    Options and errors are those of `read_leaves`.
+    """
+    chunks = _chunks(plan, regions)
     bad = _read_all(plan.source, chunks, progress, threads or _default_threads())
     if bad:
         message = "; ".join(
@@ -91,7 +132,6 @@ def read_leaves(
                 f"weights that are not finite: {message}. Load them with allow_nonfinite=True."
             )
         warnings.warn(f"weights that are not finite: {message}", NonfiniteWarning, stacklevel=2)
-    return leaves
 
 
 def check_tied(plan: LoadPlan) -> None:
@@ -135,32 +175,43 @@ def _row_ranges(shape: tuple[int, ...], nbytes: int) -> Iterator[tuple[slice, ..
         yield (slice(start, min(start + rows, shape[0])),)
 
 
-def _chunks(plan: LoadPlan, leaves: Mapping[str, np.ndarray]) -> list[_Chunk]:
+def _chunks(plan: LoadPlan, regions: Iterable[Region]) -> list[_Chunk]:
     """All that is to be read, in the order of the files."""
-    chunks = []
-    for piece in plan.pieces:
-        if piece.leaf not in leaves:
-            continue
-        target = leaf_view(leaves, piece)
-        itemsize = DTYPES[plan.source.spec(piece.tensor).dtype].itemsize
-        for part in _row_ranges(piece.shape, target.size * itemsize):
-            rows = part
-            if part and piece.slices:  # rows of the region, counted from the tensor's start
-                origin = piece.slices[0].start
-                rows = (slice(origin + part[0].start, origin + part[0].stop), *piece.slices[1:])
-            chunks.append(
-                _Chunk(
-                    tensor=piece.tensor,
-                    slices=rows or piece.slices,
-                    target=target[part[0]] if part else target,
-                )
-            )
+    chunks = [
+        chunk
+        for region in regions
+        for piece in plan.pieces_of[region.leaf]
+        for chunk in _piece_chunks(plan, piece, region)
+    ]
 
     def place(chunk: _Chunk) -> tuple[str, int, int]:
         spec = plan.source.spec(chunk.tensor)
         return str(spec.path), spec.begin, chunk.slices[0].start if chunk.slices else 0
 
     return sorted(chunks, key=place)
+
+
+def _piece_chunks(plan: LoadPlan, piece: Piece, region: Region) -> Iterator[_Chunk]:
+    """What a region takes from one piece."""
+    box, target = region.box, region.out
+    if piece.row is not None:
+        row = piece.row - box[0].start
+        if not 0 <= row < target.shape[0]:
+            return
+        box, target = box[1:], target[row]
+    itemsize = DTYPES[plan.source.spec(piece.tensor).dtype].itemsize
+    origins = [part.start for part in piece.slices] + [0] * (len(box) - len(piece.slices))
+    for part in _row_ranges(target.shape, target.size * itemsize):
+        # Rows of the box, then the box's place in the leaf, then the leaf's in the tensor.
+        inner = part + tuple(slice(0, n) for n in target.shape[len(part) :])
+        yield _Chunk(
+            tensor=piece.tensor,
+            slices=tuple(
+                slice(origin + side.start + cut.start, origin + side.start + cut.stop)
+                for origin, side, cut in zip(origins, box, inner, strict=True)
+            ),
+            target=target[part[0]] if part else target,
+        )
 
 
 def _read_all(

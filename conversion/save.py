@@ -1,8 +1,6 @@
 """Leaves -> a Hugging Face checkpoint: safetensors, index, config; complete or not there at all."""
 
 import json
-import os
-import secrets
 import shutil
 import struct
 from collections import Counter
@@ -12,19 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from cam_jax.conversion.arrays import NAMES, WEIGHT_DTYPES, as_bytes
+from cam_jax.conversion.arrays import NAMES, as_bytes
 from cam_jax.conversion.files import CONFIG, describe
 from cam_jax.conversion.plan import directory_of, leaf_view
 from cam_jax.conversion.read import Progress
 from cam_jax.conversion.source import INDEX, SINGLE
+from cam_jax.conversion.staging import refuse_existing, staged
 from cam_jax.conversion.tables import Piece
+from cam_jax.conversion.writing import check_leaves, write_json, written_config
 from cam_jax.errors import CheckpointError
 from cam_jax.models.params import param_specs
 
 SHARD_BYTES = 5_000_000_000
 """Size above which weights are split, that of transformers' save_pretrained up to version 4."""
-
-_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def save_hf(
@@ -43,7 +41,8 @@ def save_hf(
     Args:
         path: the directory to make. Everything is written beside it and renamed into place at the
             end, config.json last: what an interrupted call leaves behind does not load.
-        config_json: written as it is; only `dtype` (or `torch_dtype`) follows the leaves.
+        config_json: written as it is; only `dtype` (or `torch_dtype`) follows the leaves, and
+            `quantization_config` goes, since what is written are plain numbers.
         leaves: path -> array of exactly the paths and shapes of `param_specs` (NumPy or JAX).
         Each is
             asked for twice, once for its type; a lazy mapping keeps one layer's experts in memory.
@@ -58,59 +57,20 @@ def save_hf(
     if max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes={max_shard_bytes} must be positive.")
     target = directory_of(path)
-    _refuse(target, overwrite)
+    refuse_existing(target, overwrite)
     config, table = describe(config_json)
     shapes = {leaf: tuple(spec.shape) for leaf, spec in param_specs(config).items()}
-    dtypes = _check_leaves(shapes, leaves)
+    dtypes = check_leaves(shapes, leaves)
     pieces = table.pieces(shapes, layout or next(iter(table.layouts)))
     tensors = _tensors(pieces, dtypes)
     shards = _shards(tensors, dtypes, max_shard_bytes)
 
-    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
+    with staged(target, overwrite=overwrite) as temporary:
         for file in companions:
             shutil.copyfile(file, temporary / Path(file).name)
         _write_weights(temporary, shards, tensors, dtypes, leaves, progress)
-        _write_json(temporary / CONFIG, _config_with_dtype(config_json, dtypes))
-        _into_place(temporary, target, overwrite)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise CheckpointError(f"{target} cannot be written: {reason}.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        write_json(temporary / CONFIG, written_config(config_json, dtypes))
     return target
-
-
-def _refuse(target: Path, overwrite: bool) -> None:
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not overwrite:
-        raise CheckpointError(f"{target} exists; give another path or overwrite=True.")
-    if not (target / CONFIG).is_file():
-        raise CheckpointError(f"{target} is not a checkpoint (no {CONFIG}) and is left alone.")
-
-
-def _check_leaves(
-    shapes: Mapping[str, tuple[int, ...]], leaves: Mapping[str, Any]
-) -> dict[str, np.dtype]:
-    faults = [f"{leaf} is missing" for leaf in shapes if leaf not in leaves]
-    faults += [f"{leaf} is left over" for leaf in leaves if leaf not in shapes]
-    dtypes = {}
-    for leaf, shape in shapes.items():
-        if leaf not in leaves:
-            continue
-        array = leaves[leaf]
-        dtypes[leaf] = np.dtype(array.dtype)
-        if tuple(array.shape) != shape:
-            faults.append(f"{leaf} is {list(array.shape)}, the config gives {list(shape)}")
-        if NAMES.get(dtypes[leaf]) not in WEIGHT_DTYPES:
-            faults.append(f"{leaf} is {dtypes[leaf]}, not a float type of safetensors")
-    if faults:
-        more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise CheckpointError(f"leaves do not fit the config: {'; '.join(faults[:8])}{more}.")
-    return dtypes
 
 
 def _tensors(pieces: Iterable[Piece], dtypes: Mapping[str, np.dtype]) -> dict[str, list[Piece]]:
@@ -175,11 +135,9 @@ def _write_weights(
                 done += data.nbytes
                 if progress is not None:
                     progress(done, total)
-            file.flush()
-            os.fsync(file.fileno())
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_json(directory / INDEX, index)
+        write_json(directory / INDEX, index)
 
 
 def _assemble(
@@ -226,36 +184,3 @@ def _header(
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _config_with_dtype(
-    config_json: Mapping[str, Any], dtypes: Mapping[str, np.dtype]
-) -> dict[str, Any]:
-    """config_json whose type field, if there is one, names the type that all leaves share."""
-    config = dict(config_json)
-    kinds = {NAMES[dtype] for dtype in dtypes.values()}
-    if len(kinds) == 1:
-        for field in ("dtype", "torch_dtype"):
-            if config.get(field) is not None:
-                config[field] = _TORCH_NAMES[kinds.pop()]
-                break
-    return config
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _into_place(temporary: Path, target: Path, overwrite: bool) -> None:
-    """Rename; what was there moves aside first and comes back if the rename fails."""
-    if not overwrite or not target.exists() or not any(target.iterdir()):
-        temporary.rename(target)  # fails if something has appeared there in the meantime
-        return
-    aside = temporary.with_suffix(".old")
-    target.rename(aside)
-    try:
-        temporary.rename(target)
-    except OSError:
-        aside.rename(target)
-        raise
-    shutil.rmtree(aside)

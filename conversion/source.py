@@ -1,8 +1,9 @@
-"""A directory of safetensors files as one set of named tensors, read lazily and without copies."""
+"""A directory of weight files as one set of named tensors, read lazily and without copies."""
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,51 @@ import numpy as np
 
 from cam_jax.conversion.arrays import DTYPES, aligned_empty, as_bytes
 from cam_jax.conversion.header import TensorSpec, read_header, read_json
+from cam_jax.conversion.torch_file import read_torch_file
 from cam_jax.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+TORCH_SINGLE = "pytorch_model.bin"
+TORCH_INDEX = "pytorch_model.bin.index.json"
 
 Ranges = Sequence[slice]
 """One slice with step 1 per leading axis of a tensor; axes that are not named are read whole."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Format:
+    """single, index: names of the one file and of the index. shard: pattern of the shards' names.
+
+    read: the tensors of one file.
+    """
+
+    single: str
+    index: str
+    shard: re.Pattern[str]
+    read: Callable[[Path], dict[str, TensorSpec]]
+
+
+_FORMATS = (  # the first that a directory holds is read, as in transformers
+    _Format(
+        single=SINGLE,
+        index=INDEX,
+        shard=re.compile(r"model-\d+-of-\d+\.safetensors"),
+        read=read_header,
+    ),
+    _Format(
+        single=TORCH_SINGLE,
+        index=TORCH_INDEX,
+        shard=re.compile(r"pytorch_model-\d+-of-\d+\.bin"),
+        read=read_torch_file,
+    ),
+)
+
+
 class CheckpointSource:
     """The tensors of a checkpoint directory: `model.safetensors`, or shards with an index.
+
+    Without either, `pytorch_model.bin` or its shards; safetensors win where both are there.
 
     Opening reads and checks every header and no tensor data. It keeps no file open and has no
     mutable state, so any number of threads may read through one source.
@@ -44,17 +78,18 @@ class CheckpointSource:
         directory = Path(directory)
         if not directory.is_dir():
             raise CheckpointError(f"{directory} is not a directory.")
-        single, index = directory / SINGLE, directory / INDEX
-        if index.is_file():
-            weight_map = _read_index(index)
-            if single.is_file() and SINGLE not in weight_map.values():
-                raise CheckpointError(
-                    f"{directory} holds both {SINGLE} and {INDEX}, which does not name it; "
-                    "remove the one that is out of date."
-                )
-            return cls(directory, _read_shards(directory, index, weight_map))
-        if single.is_file():
-            return cls(directory, read_header(single))
+        for kind in _FORMATS:
+            single, index = directory / kind.single, directory / kind.index
+            if index.is_file():
+                weight_map = _read_index(index)
+                if single.is_file() and kind.single not in weight_map.values():
+                    raise CheckpointError(
+                        f"{directory} holds both {kind.single} and {kind.index}, which does not "
+                        "name it; remove the one that is out of date."
+                    )
+                return cls(directory, _read_shards(directory, kind, weight_map))
+            if single.is_file():
+                return cls(directory, kind.read(single))
         raise CheckpointError(_nothing_to_read(directory))
 
     def names(self) -> tuple[str, ...]:
@@ -95,7 +130,7 @@ class CheckpointSource:
         """
         spec = self.spec(name)
         dtype = DTYPES[spec.dtype]
-        bounds = _bounds(spec, ranges)
+        bounds = bounds_of(spec, ranges)
         shape = tuple(stop - start for start, stop in bounds)
         if out is None:
             out = aligned_empty(shape, dtype)
@@ -143,7 +178,8 @@ def _fill(file: FileIO, target: np.ndarray, spec: TensorSpec) -> None:
         target[...] = buffer
 
 
-def _bounds(spec: TensorSpec, ranges: Ranges) -> list[tuple[int, int]]:
+def bounds_of(spec: TensorSpec, ranges: Ranges) -> list[tuple[int, int]]:
+    """(start, stop) of every axis. Raises ValueError for too many ranges or another step."""
     if len(ranges) > len(spec.shape):
         raise ValueError(f"{len(ranges)} ranges for {spec.name!r} of shape {list(spec.shape)}")
     bounds = [(0, size) for size in spec.shape]
@@ -163,15 +199,17 @@ def _byte_strides(shape: tuple[int, ...], itemsize: int) -> list[int]:
 
 
 def _nothing_to_read(directory: Path) -> str:
-    shards = sorted(path.name for path in directory.glob("*.safetensors"))
-    if shards:
-        return f"{directory} holds {shards[0]} but neither {SINGLE} nor the index {INDEX}."
-    if list(directory.glob("pytorch_model*.bin")):
-        return (
-            f"{directory} holds only pytorch_model*.bin; save it as safetensors first "
-            "(save_pretrained of transformers does)."
-        )
-    return f"{directory} holds no weights: neither {SINGLE} nor {INDEX}."
+    for kind, pattern in zip(_FORMATS, ("*.safetensors", "pytorch_model*.bin"), strict=True):
+        shards = sorted(path.name for path in directory.glob(pattern))
+        if shards:
+            return (
+                f"{directory} holds {shards[0]} but neither {kind.single} nor the index "
+                f"{kind.index}."
+            )
+    return (
+        f"{directory} holds no weights: neither {SINGLE} nor {INDEX} (nor {TORCH_SINGLE} or its "
+        "index)."
+    )
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -186,7 +224,10 @@ def _read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_shards(directory: Path, index: Path, weight_map: dict[str, str]) -> dict[str, TensorSpec]:
+def _read_shards(
+    directory: Path, kind: _Format, weight_map: dict[str, str]
+) -> dict[str, TensorSpec]:
+    index = directory / kind.index
     roots = _allowed_roots(directory)
     first_tensor: dict[str, str] = {}
     for name, shard in weight_map.items():
@@ -194,7 +235,7 @@ def _read_shards(directory: Path, index: Path, weight_map: dict[str, str]) -> di
     specs: dict[str, TensorSpec] = {}
     for shard, name in sorted(first_tensor.items()):
         path = _shard_path(directory, index, shard, name, roots)
-        for tensor, spec in read_header(path).items():
+        for tensor, spec in kind.read(path).items():
             if tensor in specs:
                 raise CheckpointError(
                     f"tensor {tensor!r} is in two shards: {specs[tensor].path} and {path}."
@@ -215,8 +256,8 @@ def _read_shards(directory: Path, index: Path, weight_map: dict[str, str]) -> di
                 f"{index} says that {directory / shard} holds tensor {name!r}; "
                 f"it is in {specs[name].path}."
             )
-    for path in sorted(directory.glob("*.safetensors")):
-        if _SHARD.fullmatch(path.name) and path.name not in first_tensor:
+    for path in sorted(directory.iterdir()):
+        if kind.shard.fullmatch(path.name) and path.name not in first_tensor:
             raise CheckpointError(f"{index} does not name the shard {path}: the index is stale.")
     return specs
 

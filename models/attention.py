@@ -11,11 +11,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from cam_jax.mesh import TENSOR
 from cam_jax.models.config import AttentionConfig, DecoderConfig
 from cam_jax.models.norm import linear, rms_norm
+from cam_jax.models.partition import constrain, constrain_entry
 from cam_jax.models.rope import rotate
 
 # Queries of one block. 256 keeps a block's scores (B x H x 256 x keys, float32) near the size of
@@ -39,6 +42,7 @@ class AttentionContext:
             with an empty one, else S_max.
         column: [] int32, the first column to write in the cache, None without a cache.
         local: whether the call's own keys are all there is to attend to.
+        mesh: the device mesh, None for one device.
     """
 
     cos: jax.Array
@@ -47,6 +51,7 @@ class AttentionContext:
     key_positions: jax.Array
     column: jax.Array | None
     local: bool
+    mesh: Mesh | None = None
 
 
 def attend(
@@ -122,14 +127,19 @@ def _by_blocks(
 
 
 def write_entry(
-    entries: Entries, name: str, new: jax.Array, layer: jax.Array | int, column: jax.Array
+    entries: Entries,
+    name: str,
+    new: jax.Array,
+    layer: jax.Array | int,
+    context: AttentionContext,
 ) -> dict[str, jax.Array]:
     """Entries with new [B, N, S, dim] at [layer, :, :, column : column + S]."""
+    assert context.column is not None  # forward sets it with the cache
     stack = entries[name]
     # One type for all, which literals beside a traced int32 are not in 64-bit mode.
-    start = [jnp.asarray(index, jnp.int32) for index in (layer, 0, 0, column, 0)]
+    start = [jnp.asarray(index, jnp.int32) for index in (layer, 0, 0, context.column, 0)]
     updated = jax.lax.dynamic_update_slice(stack, new[None].astype(stack.dtype), start)
-    return {**entries, name: updated}
+    return {**entries, name: constrain_entry(updated, context.mesh)}
 
 
 def read_entry(entries: Entries, name: str, layer: jax.Array | int) -> jax.Array:
@@ -188,15 +198,14 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], Entries | None]:
         """Attends and returns the entries with this call's keys and values written in."""
         a = self.config
-        q = self._project(x, "q", a.num_heads)
-        k = self._project(x, "k", a.num_kv_heads)
-        v = self._project(x, "v", a.num_kv_heads)
+        q = constrain(self._project(x, "q", a.num_heads), context.mesh, TENSOR)
+        k = constrain(self._project(x, "k", a.num_kv_heads), context.mesh, TENSOR)
+        v = constrain(self._project(x, "v", a.num_kv_heads), context.mesh, TENSOR)
         q = rotate(q, context.cos, context.sin, interleaved=self.interleaved)
         k = rotate(k, context.cos, context.sin, interleaved=self.interleaved)
         if entries is not None:
-            assert context.column is not None  # forward sets it with the cache
-            entries = write_entry(entries, "key", k, layer, context.column)
-            entries = write_entry(entries, "value", v, layer, context.column)
+            entries = write_entry(entries, "key", k, layer, context)
+            entries = write_entry(entries, "value", v, layer, context)
             if not context.local:
                 k = read_entry(entries, "key", layer).astype(q.dtype)
                 v = read_entry(entries, "value", layer).astype(q.dtype)
@@ -210,7 +219,8 @@ class Attention(nnx.Module):
             window=window,
         )
         flat = jnp.swapaxes(out, 1, 2).reshape(*x.shape[:2], -1)
-        return linear(flat, self.o[...], self._optional("o_bias")), entries
+        y = linear(flat, self.o[...], self._optional("o_bias"))
+        return constrain(y, context.mesh), entries
 
     def _project(self, x: jax.Array, name: str, heads: int) -> jax.Array:
         """Projection, norm and clipping of "q", "k" or "v", by head: [B, heads, S, dim]."""

@@ -1,21 +1,23 @@
 """One decoder layer: attention, then experts or a dense MLP, each behind a norm, both residual."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from cam_jax.capacity import CapacityPolicy
 from cam_jax.experts import ExpertWeights, MoEParams, SharedExpert
 from cam_jax.load_stats import LoadStats
+from cam_jax.mesh import TENSOR
 from cam_jax.models.attention import Attention, AttentionContext, Entries
 from cam_jax.models.config import DecoderConfig, LayerKind, MLAConfig
 from cam_jax.models.mla import LatentAttention
 from cam_jax.models.norm import linear, rms_norm
+from cam_jax.models.partition import constrain
 from cam_jax.moe import moe_layer
 
 
@@ -33,7 +35,7 @@ class CallContext:
     attention: AttentionContext
     valid: Bool[Array, "B S"]
     priority: Int[Array, "B S"] | None
-    mesh: Any
+    mesh: Mesh | None
     virtual_devices: int | tuple[int, int]
     transport: str | None
 
@@ -82,10 +84,10 @@ class MLP(nnx.Module):
         self.up = nnx.Param(draw(rngs.params(), (inner, outer), dtype))
         self.down = nnx.Param(draw(rngs.params(), (outer, inner), dtype))
 
-    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    def __call__(self, x: Float[Array, "B S D"], mesh: Mesh | None) -> Float[Array, "B S D"]:
         """Applies the MLP to every position."""
         hidden = jax.nn.silu(linear(x, self.gate[...])) * linear(x, self.up[...])
-        return linear(hidden, self.down[...])
+        return constrain(linear(constrain(hidden, mesh, None, TENSOR), self.down[...]), mesh)
 
 
 class MoE(nnx.Module):
@@ -208,5 +210,5 @@ class Block(nnx.Module):
         if self.kind.moe:
             y, load = self.moe(y, context, policy=policy, layer=moe_layer_index)
         else:
-            y = self.mlp(y)
+            y = self.mlp(y, context.mesh)
         return x + y, entries, load

@@ -17,17 +17,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from cam_jax.errors import InputError
 from cam_jax.load_stats import LoadStats
+from cam_jax.mesh import TENSOR
 from cam_jax.models.attention import AttentionContext
 from cam_jax.models.block import CallContext, cache_entries
 from cam_jax.models.cache import NO_TOKEN, Cache, key_positions, token_positions
 from cam_jax.models.config import DecoderConfig
 from cam_jax.models.norm import rms_norm
 from cam_jax.models.params import Params, param_specs, stack_params, unstack_params
+from cam_jax.models.partition import constrain, constrain_entry
 from cam_jax.models.rope import rope_tables
 from cam_jax.models.segments import Policies, policy_per_layer, run_segment, stacked_blocks
 
@@ -67,7 +70,7 @@ class Decoder(nnx.Module):
         valid: Bool[Array, "B S"] | None = None,
         cache: Cache | None = None,
         policy: Policies = None,
-        mesh: Any = None,
+        mesh: Mesh | None = None,
         virtual_devices: int | tuple[int, int] = 1,
         priority: Int[Array, "B S"] | None = None,
         transport: str | None = None,
@@ -81,7 +84,8 @@ class Decoder(nnx.Module):
         _check_batch(ids, valid, cache)
         # Whatever id a caller pads with (-1, -100) must not reach the table.
         x = jnp.take(self.embed[...], jnp.where(valid, ids, 0), axis=0, mode="fill")
-        attention, grown = _attention_context(config, valid, cache)
+        x = constrain(x, mesh)
+        attention, grown = _attention_context(config, valid, cache, mesh)
         if cache is not None:
             x = _refuse_overrun(x, cache)
         context = CallContext(
@@ -105,15 +109,18 @@ class Decoder(nnx.Module):
         load = jax.tree.map(lambda *parts: jnp.concatenate(parts), *loads) if loads else None
         return x, grown, load
 
-    def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+    def logits(
+        self, hidden: Float[Array, "*batch D"], mesh: Mesh | None = None
+    ) -> Float[Array, "*batch V"]:
         """Scores of every token of the vocabulary, float32, from hidden states after the norm."""
         table = self.embed if self.config.tie_embeddings else self.lm_head
-        return jnp.einsum(
+        scores = jnp.einsum(
             "...d,vd->...v",
             hidden,
             table[...].astype(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
+        return constrain(scores, mesh, *(None,) * (scores.ndim - 2), TENSOR)
 
 
 def _check_batch(ids: jax.Array, valid: jax.Array, cache: Cache | None) -> None:
@@ -149,7 +156,7 @@ def _refuse_overrun(x: jax.Array, cache: Cache) -> jax.Array:
 
 
 def _attention_context(
-    config: DecoderConfig, valid: jax.Array, cache: Cache | None
+    config: DecoderConfig, valid: jax.Array, cache: Cache | None, mesh: Mesh | None
 ) -> tuple[AttentionContext, Cache | None]:
     """Positions and rotary tables of this call, and the cache's bookkeeping after it."""
     positions = token_positions(valid, None if cache is None else cache.counts)
@@ -175,6 +182,7 @@ def _attention_context(
             key_positions=keys if grown is None or local else grown.positions,
             column=None if cache is None else cache.length,
             local=local,
+            mesh=mesh,
         ),
         grown,
     )
@@ -216,9 +224,16 @@ def init_params(config: DecoderConfig, key: jax.Array, dtype: DTypeLike = jnp.fl
 
 
 def init_cache(
-    config: DecoderConfig, batch: int, length: int, dtype: DTypeLike = jnp.float32
+    config: DecoderConfig,
+    batch: int,
+    length: int,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    mesh: Mesh | None = None,
 ) -> Cache:
     """An empty cache for batch rows and length columns, padding included.
+
+    On a mesh (inside `jax.jit`) keys and values lie where their sequences and heads do.
 
     Raises:
         InputError: batch or length is below 1.
@@ -227,7 +242,9 @@ def init_cache(
         raise InputError(f"a cache needs at least one row and column, got {batch} x {length}")
     return Cache(
         entries={
-            name: jnp.zeros((config.num_layers, batch, heads, length, features), dtype)
+            name: constrain_entry(
+                jnp.zeros((config.num_layers, batch, heads, length, features), dtype), mesh
+            )
             for name, (heads, features) in cache_entries(config).items()
         },
         positions=jnp.full((batch, length), NO_TOKEN, jnp.int32),
@@ -245,7 +262,7 @@ def forward(
     valid: Bool[Array, "B S"] | None = None,
     cache: Cache | None = None,
     policy: Policies = None,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
     virtual_devices: int | tuple[int, int] = 1,
     priority: Int[Array, "B S"] | None = None,
     transport: str | None = None,
@@ -293,7 +310,14 @@ def forward(
 
 
 def logits(
-    config: DecoderConfig, params: Params, hidden: Float[Array, "*batch D"]
+    config: DecoderConfig,
+    params: Params,
+    hidden: Float[Array, "*batch D"],
+    *,
+    mesh: Mesh | None = None,
 ) -> Float[Array, "*batch V"]:
-    """Scores of every token of the vocabulary, float32, from forward's hidden states."""
-    return _merged(config, params).logits(hidden)
+    """Scores of every token of the vocabulary, float32, from forward's hidden states.
+
+    On a mesh the vocabulary lies over "tensor".
+    """
+    return _merged(config, params).logits(hidden, mesh)

@@ -14,9 +14,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from cam_jax.mesh import TENSOR
 from cam_jax.models.attention import AttentionContext, Entries, attend, read_entry, write_entry
 from cam_jax.models.config import DecoderConfig, MLAConfig
 from cam_jax.models.norm import linear, rms_norm
+from cam_jax.models.partition import constrain
 from cam_jax.models.rope import rotate
 
 # The norms of the latents do not follow rms_norm_eps, in DeepSeek's own code as in transformers.
@@ -81,15 +83,15 @@ class LatentAttention(nnx.Module):
         q_nope, q_rope = self._queries(x, context)
         latent = self._latents(x, context)
         if entries is not None:
-            assert context.column is not None  # forward sets it with the cache
-            entries = write_entry(entries, "latent", latent, layer, context.column)
+            entries = write_entry(entries, "latent", latent, layer, context)
         if entries is None or context.local:
             out = self._expanded(q_nope, q_rope, latent, context, window)
         else:
             cached = read_entry(entries, "latent", layer).astype(x.dtype)
             out = self._absorbed(q_nope, q_rope, cached, context, window)
         flat = jnp.swapaxes(out, 1, 2).reshape(*x.shape[:2], -1)
-        return linear(flat, self.o[...], self._optional("o_bias")), entries
+        y = linear(flat, self.o[...], self._optional("o_bias"))
+        return constrain(y, context.mesh), entries
 
     def _queries(self, x: jax.Array, context: AttentionContext) -> tuple[jax.Array, jax.Array]:
         """Queries by head: [B, H, S, nope] and the rotated [B, H, S, rope]."""
@@ -100,6 +102,7 @@ class LatentAttention(nnx.Module):
             inner = linear(x, self.q_a[...], self._optional("q_a_bias"))
             y = linear(rms_norm(inner, self.q_a_norm[...], LATENT_EPS), self.q_b[...])
         y = jnp.swapaxes(y.reshape(*x.shape[:2], a.num_heads, -1), 1, 2)
+        y = constrain(y, context.mesh, TENSOR)
         return y[..., : a.nope_dim], self._rotated(y[..., a.nope_dim :], context)
 
     def _latents(self, x: jax.Array, context: AttentionContext) -> jax.Array:
@@ -124,6 +127,7 @@ class LatentAttention(nnx.Module):
         a = self.config
         wide = linear(latent[:, 0, :, : a.latent_rank], self.kv_b[...])
         wide = jnp.swapaxes(wide.reshape(*wide.shape[:2], a.num_heads, -1), 1, 2)
+        wide = constrain(wide, context.mesh, TENSOR)
         k_rope = jnp.broadcast_to(latent[..., a.latent_rank :], q_rope.shape)
         return attend(
             jnp.concatenate((q_nope, q_rope), axis=-1),
@@ -147,6 +151,7 @@ class LatentAttention(nnx.Module):
         a = self.config
         weights = self.kv_b[...].astype(q_nope.dtype).reshape(a.num_heads, -1, a.latent_rank)
         q_latent = _by_head("bhsn,hnr->bhsr", q_nope, weights[:, : a.nope_dim])
+        q_latent = constrain(q_latent, context.mesh, TENSOR)
         out = attend(
             jnp.concatenate((q_latent, q_rope), axis=-1),
             cached,

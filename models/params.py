@@ -5,7 +5,7 @@ are stacked. Stacking goes leaf by leaf through a Mapping, which may read lazily
 than one stacked leaf held beside the result.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -55,6 +55,44 @@ def param_specs(config: DecoderConfig) -> dict[str, jax.ShapeDtypeStruct]:
     return {**specs, **outer}
 
 
+def stacked_specs(config: DecoderConfig) -> Params:
+    """The pytree that `forward` takes, as shapes (float32 throughout): [layers of a segment, ...].
+
+    Built from the same description as `param_specs`, without a weight.
+    """
+    tree: Params = dict(_outer_specs(config))
+    tree["segments"] = []
+    for segment in config.segments:
+        inner: Params = {}
+        for path, spec in _block_specs(config, segment).items():
+            stacked = jax.ShapeDtypeStruct((segment.length, *spec.shape), spec.dtype)
+            put_leaf(inner, path, stacked)
+        tree["segments"].append(inner)
+    return tree
+
+
+def map_params(change: Callable[..., Any], params: Params, *others: Params) -> Params:
+    """``change(path, leaf, leaves of the others)`` per leaf; a path is like "segments.0.attn.q"."""
+
+    def named(path: tuple[Any, ...], *leaves: Any) -> Any:
+        steps = (getattr(step, "key", getattr(step, "idx", None)) for step in path)
+        return change(".".join(str(step) for step in steps), *leaves)
+
+    return jax.tree_util.tree_map_with_path(named, params, *others)
+
+
+def layer_paths(config: DecoderConfig, path: str) -> list[str] | None:
+    """Leaves of single layers ("layers.3.attn.q") that make up a stack ("segments.1.attn.q").
+
+    None for a leaf outside of the layers, which is the same in both.
+    """
+    if not path.startswith("segments."):
+        return None
+    _, number, rest = path.split(".", 2)
+    segment = config.segments[int(number)]
+    return [f"layers.{segment.start + row}.{rest}" for row in range(segment.length)]
+
+
 def stack_params(config: DecoderConfig, leaves: Mapping[str, Any]) -> Params:
     """The pytree that `forward` takes, from per-layer leaves by path.
 
@@ -90,7 +128,7 @@ def stack_params(config: DecoderConfig, leaves: Mapping[str, Any]) -> Params:
         layers = range(segment.start, segment.start + segment.length)
         for path in _block_specs(config, segment):
             parts = [take(f"layers.{layer}.{path}") for layer in layers]
-            _put(tree, path, _stack(parts))
+            put_leaf(tree, path, _stack(parts))
         params["segments"].append(tree)
     return params
 
@@ -105,13 +143,14 @@ class _Unstacked(Mapping[str, Any]):
 
     def __init__(self, config: DecoderConfig, params: Params) -> None:
         self._params = params
+        self._specs = param_specs(config)
         self._places: dict[str, tuple[int, int, str] | None] = {}
         owner = {
             segment.start + row: (number, row)
             for number, segment in enumerate(config.segments)
             for row in range(segment.length)
         }
-        for path in param_specs(config):
+        for path in self._specs:
             if path.startswith("layers."):
                 _, layer, rest = path.split(".", 2)
                 self._places[path] = (*owner[int(layer)], rest)
@@ -126,7 +165,9 @@ class _Unstacked(Mapping[str, Any]):
         leaf = self._params["segments"][segment]
         for step in rest.split("."):
             leaf = leaf[step]
-        return leaf[row]
+        # Where weights lie on a mesh, dead experts may stand behind the model's own.
+        own = tuple(slice(0, size) for size in self._specs[path].shape)
+        return leaf[(row, *own)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -142,7 +183,7 @@ def _stack(parts: list[Any]) -> jax.Array:
     return jnp.stack(parts)
 
 
-def _put(tree: Params, path: str, leaf: jax.Array) -> None:
+def put_leaf(tree: Params, path: str, leaf: Any) -> None:
     """Sets tree[a][b]... for path "a.b..."."""
     *steps, last = path.split(".")
     for step in steps:

@@ -180,7 +180,7 @@ def read_rope(
     rope = Fields(merged, place="config: rope_parameters/rope_scaling")
     kind = rope.raw("rope_type", "type")
     kind = "default" if kind is None else kind
-    if kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise ConfigError(
             f"config: rope_type={kind!r} is not supported (only {', '.join(_ROPE_KEYS)})"
         )

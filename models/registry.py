@@ -15,6 +15,7 @@ from cam_jax.models.families import (
     qwen2_moe,
     qwen3_moe,
 )
+from cam_jax.models.quantization import read_quantization
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ def family_of(values: Mapping[str, Any]) -> Family:
     model_type = inner.get("model_type")
     if model_type is None:
         raise ConfigError("config: field model_type is missing")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
             f"config: model_type={model_type!r} is not supported (only {', '.join(FAMILIES)})"
         )
@@ -75,4 +76,6 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         ConfigError: names the field that is missing, malformed or unsupported.
     """
-    return family_of(values).read_config(text_config(values))
+    family, inner = family_of(values), text_config(values)
+    read_quantization(inner)  # how weights are stored is no part of the decoder, but must be known
+    return family.read_config(inner)

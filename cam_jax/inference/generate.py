@@ -25,6 +25,7 @@ from cam_jax.inference.prompts import Batch
 from cam_jax.inference.sampling import Sampling, sample
 from cam_jax.models import decoder
 from cam_jax.models.config import DecoderConfig
+from cam_jax.models.partition import constrain, readable
 
 OnToken = Callable[[int, np.ndarray], Any]
 
@@ -119,7 +120,7 @@ def prefill(
     """
     rows, length = ids.shape
     dtype = params["embed"].dtype
-    cache = decoder.init_cache(setting.config, rows, length + new_tokens, dtype)
+    cache = decoder.init_cache(setting.config, rows, length + new_tokens, dtype, mesh=setting.mesh)
     hidden, filled, _ = decoder.forward(
         setting.config,
         params,
@@ -134,7 +135,7 @@ def prefill(
     state = State(
         step=jnp.zeros((), jnp.int32),
         token=jnp.full(rows, setting.pad_id, jnp.int32),
-        done=jnp.zeros(rows, jnp.bool_),
+        done=~jnp.any(valid, axis=1),  # empty rows fill a mesh and never hold anyone up
         tokens=jnp.full((rows, new_tokens), setting.pad_id, jnp.int32),
         logprobs=jnp.zeros((rows, new_tokens), jnp.float32),
         cache=filled,
@@ -187,25 +188,22 @@ def _draw(
     setting: Setting,
 ) -> State:
     """Draws the token of column ``state.step`` from the hidden state of the one before it."""
-    logits = decoder.logits(setting.config, params, hidden)
+    logits = decoder.logits(setting.config, params, hidden, mesh=setting.mesh)
+    logits = constrain(logits, setting.mesh)  # whole rows: drawing sorts them
     drawn = sample(logits, sampling, state.step)
     chosen = jnp.take_along_axis(logits, drawn[:, None], axis=-1)[:, 0]
     logprob = chosen - jax.nn.logsumexp(logits, axis=-1)
     token = jnp.where(state.done, setting.pad_id, drawn).astype(jnp.int32)
-    return State(
-        step=state.step + 1,
-        token=token,
-        done=state.done | jnp.isin(token, eos_ids),
-        tokens=jax.lax.dynamic_update_slice(
-            state.tokens, token[:, None], (jnp.zeros((), jnp.int32), state.step)
-        ),
-        logprobs=jax.lax.dynamic_update_slice(
-            state.logprobs,
-            jnp.where(state.done, 0.0, logprob).astype(jnp.float32)[:, None],
-            (jnp.zeros((), jnp.int32), state.step),
-        ),
-        cache=state.cache,
-    )
+    logprob = jnp.where(state.done, 0.0, logprob).astype(jnp.float32)
+    column = (jnp.zeros((), jnp.int32), state.step)
+    small = {
+        "step": state.step + 1,
+        "token": token,
+        "done": state.done | jnp.isin(token, eos_ids),
+        "tokens": jax.lax.dynamic_update_slice(state.tokens, token[:, None], column),
+        "logprobs": jax.lax.dynamic_update_slice(state.logprobs, logprob[:, None], column),
+    }
+    return State(**readable(small, setting.mesh), cache=state.cache)
 
 
 def run(
@@ -223,7 +221,8 @@ def run(
 
     Args:
         params: of the decoder.
-        batch: prompts, aligned to the right in a bucket of positions.
+        batch: prompts, aligned to the right in a bucket of positions; on a mesh with empty rows at
+            the end that make them divide.
         sampling: how tokens are drawn.
         setting: of the prefill; the decode phase takes its policy's ``decode`` option.
         eos_ids: [n] int32, -1 where there is none.

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from cam_jax.conversion import save_hf
 from cam_jax.errors import InputError
+from cam_jax.expert_parallel import check_batch
 from cam_jax.inference import generate as generation
 from cam_jax.inference.buckets import bucket
 from cam_jax.inference.generate import Generation
@@ -20,6 +21,7 @@ from cam_jax.inference.policies import (
     check_policy,
     device_sizes,
     group_notes,
+    row_devices,
 )
 from cam_jax.inference.prompts import Batch, read_batch, read_prompts
 from cam_jax.inference.report import RoutingReport
@@ -29,6 +31,7 @@ from cam_jax.inference.score import load_of, logits_of, score_of
 from cam_jax.inference.special import SpecialTokens
 from cam_jax.models.config import DecoderConfig
 from cam_jax.models.params import unstack_params
+from cam_jax.models.sharding import shard_params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,7 +54,9 @@ class LanguageModel:
         tokenizer: of the checkpoint; None if it has none.
         special: EOS, BOS and padding ids.
         policy: None, a policy for all MoE layers, or a tuple with one (or None) for each.
-        mesh: the device mesh; None = one device.
+        mesh: the device mesh; None = one device. On a mesh a call takes at least one row per data x
+            expert device; rows that do not divide are filled up with empty ones. Where it spans
+            processes, each makes the same calls with the same arguments and gets whole results.
         virtual_devices: expert-parallel devices that one device emulates, or (data, expert).
         origin: what is needed to save it again; None for a model that was not loaded.
     """
@@ -68,6 +73,9 @@ class LanguageModel:
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", check_policy(self.policy, self.config.num_moe_layers))
         check_devices(self.config, self.mesh, self.virtual_devices)
+        if self.mesh is not None:
+            placed = shard_params(self.config, self.params, self.mesh)
+            object.__setattr__(self, "params", placed)
 
     def with_policy(self, policy: Any) -> "LanguageModel":
         """The same weights under another policy; a tuple holds one per MoE layer.
@@ -86,11 +94,12 @@ class LanguageModel:
 
         Raises:
             InputError: names the argument and what is wrong with it.
+            MeshError: fewer rows than the mesh has devices to give them to.
         """
         batch = self._read(input_ids, attention_mask)
-        length = batch.ids.shape[1]
-        batch = batch.pad_right(self._bucket(length))
-        return logits_of(self.params, batch.ids, batch.valid, **self._static())[:, :length]
+        rows, length = batch.ids.shape
+        batch = self._fill(batch.pad_right(self._bucket(length)))
+        return logits_of(self.params, batch.ids, batch.valid, **self._static())[:rows, :length]
 
     def score(self, input_ids: Any, attention_mask: Any = None) -> Float32[np.ndarray, "B targets"]:
         """Natural log-probability of each next token, log p(token j + 1 | tokens up to j) at j.
@@ -118,6 +127,8 @@ class LanguageModel:
         aligned = batch.align("left", largest=self.config.max_positions)
         data, expert = device_sizes(self.mesh, self.virtual_devices)
         order = spread_rows(np.asarray(aligned.valid.any(axis=1)), data * expert)
+        spare = -len(order) % row_devices(self.mesh)
+        order = np.concatenate([order, np.full(spare, -1)])
         # Row -1 of what stands below is an empty one.
         ids = np.pad(aligned.ids, ((0, 1), (0, 0)))[order]
         valid = np.pad(aligned.valid, ((0, 1), (0, 0)))[order]
@@ -132,7 +143,7 @@ class LanguageModel:
         Args, Raises: as `logits`.
         """
         batch = self._read(input_ids, attention_mask)
-        aligned = batch.align("left", largest=self.config.max_positions)
+        aligned = self._fill(batch.align("left", largest=self.config.max_positions))
         load = load_of(self.params, aligned.ids, aligned.valid, **self._static())
         return self._report(load, batch)
 
@@ -198,7 +209,8 @@ class LanguageModel:
             vocab_size=config.vocab_size,
             max_positions=config.max_positions,
         )
-        longest = int(batch.lengths.max())
+        rows, longest = len(batch.ids), int(batch.lengths.max())
+        self._check_rows(rows)
         if longest + new > config.max_positions:
             raise InputError(
                 f"prompts: row {int(batch.lengths.argmax())} has {longest} tokens, and "
@@ -207,14 +219,15 @@ class LanguageModel:
             )
         tokens, logprobs, done = generation.run(
             self.params,
-            batch.align("right", largest=config.max_positions),
+            self._fill(batch.align("right", largest=config.max_positions)),
             sampling,
             setting=generation.Setting(pad_id=self.special.pad_id, **self._static()),
             eos_ids=self.special.eos_array(stop_at_eos),
             max_new_tokens=new,
             room=bucket(new, smallest=32, largest=config.max_positions),
-            on_token=on_token,
+            on_token=None if on_token is None else lambda step, row: on_token(step, row[:rows]),
         )
+        tokens, logprobs, done = tokens[:rows], logprobs[:rows], done[:rows]
         lengths = self.special.lengths(tokens, stop_at_eos)
         return Generation(
             tokens=tokens,
@@ -258,13 +271,22 @@ class LanguageModel:
     def _read(
         self, input_ids: Any, attention_mask: Any, *, allow_empty_rows: bool = False
     ) -> Batch:
-        return read_batch(
+        batch = read_batch(
             input_ids,
             attention_mask,
             vocab_size=self.config.vocab_size,
             max_positions=self.config.max_positions,
             allow_empty_rows=allow_empty_rows,
         )
+        self._check_rows(len(batch.ids))
+        return batch
+
+    def _check_rows(self, rows: int) -> None:
+        if self.mesh is not None:
+            check_batch(rows, self.mesh)
+
+    def _fill(self, batch: Batch) -> Batch:
+        return batch.fill_rows(row_devices(self.mesh))
 
     def _bucket(self, length: int) -> int:
         return bucket(length, largest=self.config.max_positions)

@@ -1,12 +1,12 @@
 """`cam_jax.load`: from a checkpoint directory or a hub id to a `LanguageModel`."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from cam_jax.conversion import load_params, open_checkpoint
+from cam_jax.conversion.header import read_json
 from cam_jax.conversion.load import OpenCheckpoint
 from cam_jax.errors import CheckpointError
 from cam_jax.inference.language_model import LanguageModel
@@ -30,7 +30,8 @@ def load(
         path_or_repo_id: a directory, or the id of a model on the Hugging Face hub.
         policy: a CapacityPolicy, None (no ceiling: the model as trained), or a tuple with one per
             MoE layer.
-        mesh: a device mesh; None = one device.
+        mesh: of `cam_jax.make_mesh`: every device gets, and every process reads, its own part of
+            the weights; None = one device.
         virtual_devices: without a mesh, the number of expert-parallel devices whose groups one
             device emulates, or a pair (data, expert).
         dtype: of the weights and the arithmetic ("float32", "bfloat16", ...); None keeps the
@@ -52,7 +53,7 @@ def load(
     tokenizer = _tokenizer(opened)
     return LanguageModel(
         config=config,
-        params=load_params(opened, dtype=dtype),
+        params=load_params(opened, mesh=mesh, dtype=dtype),
         tokenizer=tokenizer,
         special=special,
         policy=policy,
@@ -70,13 +71,7 @@ def _generation_config(opened: OpenCheckpoint) -> dict[str, Any] | None:
     path = opened.companions.get("generation_config.json")
     if path is None:
         return None
-    try:
-        values = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not readable as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got a {type(values).__name__}")
-    return values
+    return read_json(path)
 
 
 def _tokenizer(opened: OpenCheckpoint) -> Tokenizer | None:

@@ -85,6 +85,11 @@ def check_devices(config: DecoderConfig, mesh: Any, virtual_devices: int | tuple
         )
 
 
+def row_devices(mesh: Any) -> int:
+    """Devices that a batch's rows must divide over; emulated devices divide them by themselves."""
+    return 1 if mesh is None else token_devices(mesh)
+
+
 def group_notes(
     rows: int, policy: Policy, mesh: Any, virtual_devices: int | tuple[int, int]
 ) -> tuple[str, ...]:

@@ -44,6 +44,15 @@ class Batch:
             priority=None if self.priority is None else np.pad(self.priority, width),
         )
 
+    def fill_rows(self, devices: int) -> "Batch":
+        """The same rows, and empty ones at the end that make them divide over so many devices."""
+        width = ((0, -len(self.ids) % devices), (0, 0))
+        return Batch(
+            ids=np.pad(self.ids, width),
+            valid=np.pad(self.valid, width),
+            priority=None if self.priority is None else np.pad(self.priority, width),
+        )
+
     def align(self, side: str, *, largest: int | None = None) -> "Batch":
         """Every row's real tokens moved together to the ``"left"`` or ``"right"`` end of a bucket
         of positions.

@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from cam_jax.inference.policies import Policy
+from cam_jax.inference.policies import Policy, row_devices
 from cam_jax.load_stats import LoadStats
 from cam_jax.models import decoder
 from cam_jax.models.config import DecoderConfig
+from cam_jax.models.partition import readable
 
 # Rows of the output projection that are alive at once: enough for a full matmul, little memory (100
 # MB at V=50k).
@@ -44,7 +46,7 @@ def logits_of(
         mesh=mesh,
         virtual_devices=virtual_devices,
     )
-    return decoder.logits(config, params, hidden)
+    return readable(decoder.logits(config, params, hidden, mesh=mesh), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -68,7 +70,7 @@ def load_of(
         mesh=mesh,
         virtual_devices=virtual_devices,
     )
-    return load
+    return readable(load, mesh)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -100,20 +102,25 @@ def score_of(
     # Shifted by one: the hidden state at j - 1 predicts token j. Column 0 has no predecessor and is
     # masked.
     before = jnp.roll(hidden, 1, axis=1)
-    logprobs = next_token_logprobs(config, params, before, ids)
-    return jnp.where(valid, logprobs, 0.0).at[:, 0].set(0.0), load
+    logprobs = next_token_logprobs(config, params, before, ids, mesh=mesh)
+    return readable((jnp.where(valid, logprobs, 0.0).at[:, 0].set(0.0), load), mesh)
 
 
 def next_token_logprobs(
-    config: DecoderConfig, params: Any, hidden: Float[Array, "B S D"], targets: Int32[Array, "B S"]
+    config: DecoderConfig,
+    params: Any,
+    hidden: Float[Array, "B S D"],
+    targets: Int32[Array, "B S"],
+    *,
+    mesh: Mesh | None = None,
 ) -> Float32[Array, "B S"]:
     """log softmax(logits(hidden))[targets], in chunks of positions."""
     rows, length = targets.shape
-    width = _chunk(rows, length)
+    width = _chunk(-(-rows // row_devices(mesh)), length)
 
     def chunk(part: tuple[Array, Array]) -> Array:
         hidden, targets = part
-        logits = decoder.logits(config, params, hidden)
+        logits = decoder.logits(config, params, hidden, mesh=mesh)
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 

@@ -22,7 +22,6 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     fields.only("hidden_act", "silu")
     fields.only("sliding_window")
-    fields.only("quantization_config")
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     dim = head_size(fields, hidden=hidden, heads=heads)

@@ -11,9 +11,8 @@ from cam_jax.router import RouterConfig
 
 
 def refuse_unbuilt(fields: Fields) -> None:
-    """Refuses activations and quantised weights that no family here computes with."""
+    """Refuses activations that no family here computes with."""
     fields.only("hidden_act", "silu")
-    fields.only("quantization_config")
 
 
 def assemble(

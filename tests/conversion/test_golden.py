@@ -101,7 +101,7 @@ def first_router(config, params, ids):
                 found = y.reshape(-1, y.shape[-1]) @ block.moe.router[...].T
                 bias = block.moe.parameters().bias
                 return found, select(found, config.moe.router, bias=bias)
-            x = x + block.mlp(y)
+            x = x + block.mlp(y, None)
 
 
 def test_the_first_router(

@@ -152,5 +152,12 @@ def test_read_json(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
         read_json(path)
+    path.write_text('{"a": {"b": 1, "b": 2}}')
+    with pytest.raises(CheckpointError, match=r"config\.json: the key 'b' is given twice"):
+        read_json(path)
+    for text in ("[" * 100_000, '{"a":' * 100_000):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+            read_json(path)
     path.write_text('{"a": 1}')
     assert read_json(path) == {"a": 1}

@@ -135,3 +135,21 @@ def test_unknown_model_is_refused_before_its_weights_are_fetched(
 def test_no_path_at_all_is_refused(nothing: Any) -> None:
     with pytest.raises(CheckpointError, match="no path and no hub repo id"):
         resolve(nothing)
+
+
+@pytest.mark.parametrize("safetensors", [True, False])
+def test_bin_files_are_fetched_where_there_is_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safetensors: bool
+) -> None:
+    write_config(tmp_path, tiny_config())
+    if safetensors:
+        (tmp_path / "model.safetensors").touch()
+    asked: list[str] = []
+
+    def snapshot_download(repo_id: str, *, allow_patterns: list[str], **kwargs: Any) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve("owner/name") == tmp_path
+    assert ("pytorch_model.bin" in asked) == (not safetensors)

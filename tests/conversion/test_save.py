@@ -234,7 +234,7 @@ def test_disk_full_leaves_nothing_behind(
     def fsync(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(save_module.os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync)
     target = directory if overwrite else tmp_path / "b"
     with pytest.raises(CheckpointError, match="No space left on device") as caught:
         save_hf(target, config, leaves, overwrite=overwrite)

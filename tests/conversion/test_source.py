@@ -103,8 +103,8 @@ def test_file_that_shrinks_or_goes_after_opening(tmp_path: Path) -> None:
 def test_directory_without_weights(tmp_path: Path) -> None:
     refused(tmp_path / "absent", "is not a directory")
     refused(tmp_path, "holds no weights")
-    (tmp_path / "pytorch_model.bin").touch()
-    refused(tmp_path, "pytorch_model", "safetensors")
+    (tmp_path / "pytorch_model-00001-of-00002.bin").touch()
+    refused(tmp_path, "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json")
     (tmp_path / "model-00001-of-00002.safetensors").touch()
     refused(tmp_path, "model-00001-of-00002.safetensors", "index")
 

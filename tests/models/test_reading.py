@@ -120,6 +120,7 @@ def test_yarn_without_factor_stretches_to_the_models_positions():
         ({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, "rope_theta"),
         ({"rope_theta": 1.0, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_theta": 1.0, "rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_theta": 1.0, "rope_scaling": {"rope_type": ["yarn"]}}, "rope_type"),
         ({"rope_theta": 1.0, "rope_scaling": {"type": "linear", "rope_type": "yarn"}}, "type"),
         ({"rope_theta": 1.0, "rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_theta": 1.0, "rope_scaling": {"factor": 2.0}}, "factor"),

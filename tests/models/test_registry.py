@@ -25,6 +25,8 @@ def test_a_nested_text_config_is_found():
     [
         ({}, "model_type is missing"),
         ({"model_type": "llama"}, "model_type='llama' is not supported"),
+        ({"model_type": ["olmoe"]}, "model_type=\\['olmoe'\\] is not supported"),
+        ({"model_type": {}}, "model_type={} is not supported"),
         ({"model_type": "olmoe", "text_config": 3}, "text_config"),
     ],
 )

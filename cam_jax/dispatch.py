@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from cam_jax.errors import InputError
 from cam_jax.plan import RoutingPlan
+from cam_jax.varying import vary_together
 
 _UNROLL = 16  # choices; more (expansion to many local experts) are a loop, to compile quickly
 
@@ -95,11 +96,15 @@ def merge_groups(plan: RoutingPlan) -> RoutingPlan:
 # --- the two primitives, on flat slots ---
 
 
-@jax.custom_vjp
 def take_rows(
     x: Float[Array, "T D"], token: Int[Array, " slots"], choice_slot: Int[Array, "T N"]
 ) -> Float[Array, "slots D"]:
     """`x[token]`, 0 where token is T. ``choice_slot`` is its inverse: each token's slots."""
+    return _take_rows(*vary_together(x, token, choice_slot))
+
+
+@jax.custom_vjp
+def _take_rows(x: Array, token: Array, choice_slot: Array) -> Array:
     return _rows(x, token)
 
 
@@ -112,10 +117,9 @@ def _take_rows_backward(choice_slot: Array, grad: Array) -> tuple[Array, None, N
     return total.astype(grad.dtype), None, None
 
 
-take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+_take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 
 
-@jax.custom_vjp
 def combine_rows(
     y: Float[Array, "slots D"],
     token: Int[Array, " slots"],
@@ -127,6 +131,13 @@ def combine_rows(
 
     ``token`` and ``weight`` are the same from the slots' side; they serve the backward pass.
     """
+    return _combine_rows(*vary_together(y, token, weight, choice_slot, choice_weight))
+
+
+@jax.custom_vjp
+def _combine_rows(
+    y: Array, token: Array, weight: Array, choice_slot: Array, choice_weight: Array
+) -> Array:
     return _sum_over_choices(
         lambda slot, share: share[:, None] * _rows(y, slot), choice_slot, choice_weight
     ).astype(y.dtype)
@@ -135,7 +146,7 @@ def combine_rows(
 def _combine_rows_forward(
     y: Array, token: Array, weight: Array, choice_slot: Array, choice_weight: Array
 ) -> tuple[Array, tuple[Array, ...]]:
-    out = combine_rows(y, token, weight, choice_slot, choice_weight)
+    out = _combine_rows(y, token, weight, choice_slot, choice_weight)
     return out, (y, token, weight, choice_slot)
 
 
@@ -149,7 +160,7 @@ def _combine_rows_backward(
     return d_y, None, None, None, d_weight
 
 
-combine_rows.defvjp(_combine_rows_forward, _combine_rows_backward)
+_combine_rows.defvjp(_combine_rows_forward, _combine_rows_backward)
 
 
 def _rows(x: Array, index: Array) -> Array:

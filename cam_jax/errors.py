@@ -25,5 +25,9 @@ class MeshError(CamError, ValueError):
     """A device mesh that cannot be built or used (names the axis and the number of devices)."""
 
 
+class DistributedError(CamError, RuntimeError):
+    """Processes that do not come together, disagree or have lost one of them (names which)."""
+
+
 class DependencyError(CamError, ImportError):
     """An optional package that the call needs is not installed (names the extra)."""

@@ -272,11 +272,13 @@ def _transport_name(name: str | None, policy: CapacityPolicy) -> str:
         needed, why = "all_gather", "group='batch'"
     else:
         needed, why = "all_to_all", f"group={policy.group!r}"
-    if name not in (None, needed):
+    choices = ("dropless", "gathered", "ragged") if needed == "dropless" else (needed,)
+    if name is not None and name not in choices:
         raise PolicyError(
-            f"transport={name!r} on a mesh: {why} needs {needed!r}; leave transport=None"
+            f"transport={name!r} on a mesh: {why} needs {' or '.join(map(repr, choices))}; leave "
+            "transport=None"
         )
-    return needed
+    return name or needed
 
 
 def padded_experts(router: RouterConfig, mesh: Mesh) -> int:

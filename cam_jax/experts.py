@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from cam_jax.errors import InputError
 from cam_jax.grouped import RowBlock, by_platform, grouped_matmul, loop_over_blocks
+from cam_jax.varying import vary_together
 
 Leaf = Any  # an array, or what a tree transformation (axes, specs, shardings) puts in its place
 
@@ -114,7 +115,7 @@ def expert_rows(
     """
     if x.shape[0] == 0:
         return x
-    return _expert_rows(x, experts, group_sizes.astype(jnp.int32))
+    return _expert_rows(*vary_together(x, experts, group_sizes.astype(jnp.int32)))
 
 
 def shared_expert(x: Float[Array, "T D"], shared: SharedExpert) -> Float[Array, "T D"]:

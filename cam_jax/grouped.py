@@ -24,7 +24,7 @@ from jax.custom_batching import sequential_vmap
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from cam_jax.varying import vary_like
+from cam_jax.varying import vary_like, vary_together
 
 # Rows per block, measured in float32 on two CPU cores: 256 and more lose to their idle last rows
 # and to cache misses; below 8, reading the weights is what a block costs.
@@ -52,7 +52,8 @@ def grouped_matmul(
     dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
     if lhs.shape[0] == 0:
         return jnp.zeros((0, rhs.shape[1]), dtype)
-    return _grouped_matmul(lhs, rhs, group_sizes.astype(jnp.int32)).astype(dtype)
+    operands = vary_together(lhs, rhs, group_sizes.astype(jnp.int32))
+    return _grouped_matmul(*operands).astype(dtype)
 
 
 @jax.custom_vjp

@@ -7,6 +7,13 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from cam_jax.errors import MeshError
+from cam_jax.xla_flags import (
+    DEVICE_COUNT,
+    backend_started,
+    check_xla_flags,
+    forced_devices,
+    problem_of,
+)
 
 DATA, EXPERT, TENSOR = "data", "expert", "tensor"
 AXES = (DATA, EXPERT, TENSOR)
@@ -30,13 +37,16 @@ def make_mesh(
         devices: which ones, in mesh order; None: those JAX finds, the first as many as needed.
 
     Raises:
-        MeshError: a size below 1, or more devices than there are.
+        MeshError: a size below 1, more devices than there are, or `XLA_FLAGS` that XLA would end
+            the process over.
     """
     for axis, size in ((DATA, data), (EXPERT, expert), (TENSOR, tensor)):
         if size is None and axis == EXPERT:
             continue
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise MeshError(f"make_mesh: {axis}={size!r}, expected an integer of at least 1")
+    if devices is None and not backend_started():
+        check_xla_flags()
     found = list(jax.devices() if devices is None else devices)
     if expert is None:
         expert = max(len(found) // (data * tensor), 1)
@@ -66,15 +76,26 @@ def token_devices(mesh: Mesh) -> int:
 
 def _how_to_get_more(found: list[jax.Device]) -> str:
     if found and found[0].platform != "cpu":
-        return "use smaller sizes, or start more processes (jax.distributed)"
-    flags = os.environ.get("XLA_FLAGS", "")
-    asked = "xla_force_host_platform_device_count" in flags
-    late = (
-        " (XLA_FLAGS asks for another number: it was set after JAX had started, or is misspelt)"
-        if asked
-        else ""
-    )
+        return (
+            f"use smaller sizes, or start more processes than {jax.process_count()} "
+            "(cam_jax.distributed)"
+        )
     return (
         "call jax.config.update('jax_num_cpu_devices', n) before anything else uses JAX, or append "
-        f"--xla_force_host_platform_device_count=n to XLA_FLAGS before Python starts{late}"
+        f"{DEVICE_COUNT}=n to XLA_FLAGS (do not replace what it holds) before Python starts"
+        f"{_why_not_from_xla_flags(len(found))}"
+    )
+
+
+def _why_not_from_xla_flags(found: int) -> str:
+    """What `XLA_FLAGS` asks for, where that is not what there is."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    problem, asked = problem_of(flags), forced_devices(flags)
+    if problem is not None:
+        return f" (XLA_FLAGS was set after JAX had started, and {problem})"
+    if asked is None or asked == found:
+        return ""
+    return (
+        f" (XLA_FLAGS asks for {asked}: it was set after JAX had started, or "
+        "jax_num_cpu_devices, which comes first, was set too)"
     )

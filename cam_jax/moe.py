@@ -59,8 +59,9 @@ def moe_layer(
         priority: same shape, integers; larger is kept first.
         layer: number of this layer, for metric="random"; may be traced.
         transport: by name; None: "dropless" without a ceiling and for scope="device", else
-            "gather". "einsum" is for reading and small groups. On a mesh the policy leaves no
-            choice: "all_to_all", "all_gather" (group="batch") or "dropless".
+            "gather". "einsum" is for reading and small groups. On a mesh a ceiling leaves no
+            choice: "all_to_all", or "all_gather" with group="batch". Without one, "dropless" is
+            "ragged" (`lax.ragged_all_to_all`) on TPU and "gathered" elsewhere.
 
     Returns:
         What is to be added to the residual, shape and dtype of ``x``, and the statistics of all

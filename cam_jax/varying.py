@@ -1,4 +1,6 @@
-"""One helper for loops that must run under `jax.shard_map(check_vma=True)` as well as outside."""
+"""What must run under `jax.shard_map(check_vma=True)` as well as outside: loops, own gradients."""
+
+from typing import Any
 
 import jax
 from jax import lax
@@ -15,3 +17,13 @@ def vary_like(x: Shaped[Array, "..."], *others: Shaped[Array, "..."]) -> Shaped[
     want = frozenset().union(*(jax.typeof(other).manual_axis_type.varying for other in others))
     missing = tuple(sorted(want - have))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_together(*trees: Any) -> tuple[Any, ...]:
+    """All leaves, marked as varying over every mesh axis that one of them varies over.
+
+    Before a function with a gradient of its own, whose results must vary as its arguments do:
+    what is added up over the other axes is then added up outside.
+    """
+    leaves = jax.tree.leaves(trees)
+    return jax.tree.map(lambda leaf: vary_like(leaf, *leaves), trees)

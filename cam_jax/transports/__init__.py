@@ -13,6 +13,7 @@ G groups, T tokens of one group, E experts, C slots per expert and group, D feat
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from jax import lax
 from jaxtyping import Array
 
 from cam_jax.experts import ExpertWeights
@@ -22,6 +23,7 @@ from cam_jax.transports.all_to_all import all_to_all
 from cam_jax.transports.dropless import dropless
 from cam_jax.transports.einsum import einsum
 from cam_jax.transports.gather import gather
+from cam_jax.transports.ragged import ragged_dropless
 
 Transport = Callable[[Array, RoutingPlan, ExpertWeights], Array]
 
@@ -29,9 +31,24 @@ TRANSPORTS: Mapping[str, Transport] = MappingProxyType(
     {"einsum": einsum, "gather": gather, "dropless": dropless}
 )
 
+
+def mesh_dropless(x: Array, plan: RoutingPlan, experts: ExpertWeights) -> Array:
+    """No ceiling on a mesh: a ragged all-to-all where there is one (TPU), else gathered tokens.
+
+    The platform is that of the lowered program, so that a plan for a TPU is the TPU's.
+    """
+    return lax.platform_dependent(x, plan, experts, tpu=ragged_dropless, default=gathered_dropless)
+
+
 # Inside shard_map: x and experts are one device's, as is the plan (all_gather: that of all tokens).
 MESH_TRANSPORTS: Mapping[str, Transport] = MappingProxyType(
-    {"all_to_all": all_to_all, "all_gather": all_gather, "dropless": gathered_dropless}
+    {
+        "all_to_all": all_to_all,
+        "all_gather": all_gather,
+        "dropless": mesh_dropless,
+        "gathered": gathered_dropless,
+        "ragged": ragged_dropless,
+    }
 )
 
 __all__ = ["MESH_TRANSPORTS", "TRANSPORTS", "Transport", "dropless", "einsum", "gather"]

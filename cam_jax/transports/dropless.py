@@ -5,6 +5,7 @@ scope="device" on one device, whose bins hold several experts); what the plan dr
 """
 
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,12 +45,35 @@ def sorted_by_expert(
     Args:
         most: no more than this many choices name an expert, if known.
     """
-    num_experts = experts.gate.shape[0]
+
+    def visit(rows: Array, sizes: Array) -> Array:
+        return expert_rows(rows, experts, sizes)
+
+    return visit_by_expert(
+        x, choice_expert, choice_weight, visit, num_experts=experts.gate.shape[0], most=most
+    )
+
+
+def visit_by_expert(
+    x: Float[Array, "T D"],
+    choice_expert: Int[Array, "T N"],
+    choice_weight: Float[Array, "T N"],
+    visit: Callable[[Float[Array, "M D"], Int[Array, " E"]], Float[Array, "M D"]],
+    *,
+    num_experts: int,
+    most: int | None = None,
+) -> Float[Array, "T D"]:
+    """Sorts assignments by expert, lets ``visit`` take (rows, rows per expert) to their experts,
+    and adds up what comes back.
+
+    Args:
+        most: no more than this many choices name an expert, if known.
+    """
     num_tokens, choices = choice_expert.shape
     expert = jnp.minimum(choice_expert, num_experts).reshape(-1)
     rows = num_tokens * choices if most is None else min(num_tokens * choices, most)
 
-    order = _sort_by_expert(expert, num_experts)[:rows]
+    order = sort_by_expert(expert, num_experts)[:rows]
     row_of = jnp.full(num_tokens * choices, rows, jnp.int32)
     row_of = row_of.at[order].set(jnp.arange(rows, dtype=jnp.int32), unique_indices=True)
     row_of = jnp.where(expert < num_experts, row_of, rows).reshape(num_tokens, choices)
@@ -58,12 +82,12 @@ def sorted_by_expert(
     ends = jnp.searchsorted(ordered, jnp.arange(num_experts, dtype=jnp.int32), side="right")
     sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
 
-    y = expert_rows(take_rows(x, token, row_of), experts, sizes)
+    y = visit(take_rows(x, token, row_of), sizes)
     weight = choice_weight.reshape(-1)[order]
     return combine_rows(y, token, weight, row_of, choice_weight)
 
 
-def _sort_by_expert(expert: Int[Array, " M"], num_experts: int) -> Int[Array, " M"]:
+def sort_by_expert(expert: Int[Array, " M"], num_experts: int) -> Int[Array, " M"]:
     """The order that sorts assignments by expert, those without one (id E) last."""
     count = expert.shape[0]
     index = jnp.arange(count, dtype=jnp.int32)

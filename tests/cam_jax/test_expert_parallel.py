@@ -63,11 +63,13 @@ def layer(x, params, policy, mesh=None, virtual=1, transport=None, router=ROUTER
     )
 
 
-def assert_same(policy, *, data=1, expert, tensor=1, x=X, params=PARAMS, priority=None):
+def assert_same(
+    policy, *, data=1, expert, tensor=1, x=X, params=PARAMS, priority=None, transport=None
+):
     mesh = make_mesh(data=data, expert=expert, tensor=tensor)
     router = RouterConfig(num_experts=params.router.shape[0], top_k=K, normalize=True)
     options = {"policy": policy, "router": router, "priority": priority}
-    y, load = layer(x, params, mesh=mesh, **options)
+    y, load = layer(x, params, mesh=mesh, transport=transport, **options)
     expected, expected_load = layer(x, params, virtual=(data, expert), **options)
     assert np.allclose(y, expected, atol=1e-5)
     for name in vars(load):
@@ -122,6 +124,47 @@ def test_all_tokens_to_one_device(name, devices):
     params = MoEParams(router=router, experts=PARAMS.experts)
     load = assert_same(POLICIES[name], expert=4, x=jnp.abs(X), params=params)
     assert np.array_equal(np.asarray(load.demand)[K:], np.zeros(E - K))
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)])
+def test_ragged_exchange_moves_what_gathering_moves(sizes, devices):
+    """The transport of TPUs with its one primitive replaced; 12 experts on 8, and all to one."""
+    data, expert, tensor = sizes
+    same = functools.partial(
+        assert_same, None, data=data, expert=expert, tensor=tensor, transport="ragged"
+    )
+    same()
+    router = jnp.zeros((E, D)).at[:K].set(5.0)
+    same(x=jnp.abs(X), params=MoEParams(router=router, experts=PARAMS.experts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes", "transport"),
+    [
+        ("none", (1, 4, 1), "gathered"),
+        ("none", (2, 2, 2), "ragged"),
+        ("score", (2, 2, 2), None),
+        ("batch", (1, 4, 2), None),
+        ("device", (1, 4, 1), None),
+        ("fallback", (1, 4, 1), None),
+    ],
+)
+def test_gradients_are_those_of_one_device(name, sizes, transport, devices):
+    data, expert, tensor = sizes
+    mesh = make_mesh(data=data, expert=expert, tensor=tensor)
+
+    def gradient(**where):
+        def loss(params, x):
+            y, _ = moe_layer(x, params, ROUTER, POLICIES[name], **where)
+            return jnp.mean(y**2)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(PARAMS, X[:8])
+
+    found = gradient(mesh=mesh, transport=transport)
+    expected = gradient(virtual_devices=(data, expert))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.allclose(one, other, atol=1e-5 * float(jnp.abs(other).max()))
 
 
 def test_a_broken_token_disturbs_no_device(devices):
@@ -197,6 +240,11 @@ def test_what_does_not_fit_is_refused(devices):
         moe_layer(X, PARAMS, ROUTER, None, mesh=make_mesh(expert=1, tensor=8))
     with pytest.raises(MeshError, match="virtual_devices=2"):
         moe_layer(X, PARAMS, ROUTER, None, mesh=make_mesh(expert=2), virtual_devices=2)
+    with pytest.raises(MeshError, match="a batch of 3 for data=2 x expert=2 = 4 devices"):
+        moe_layer(X[:3], PARAMS, ROUTER, None, mesh=make_mesh(data=2, expert=2))
+    with pytest.raises(PolicyError, match="needs 'all_to_all'"):
+        mesh = make_mesh(expert=2)
+        moe_layer(X, PARAMS, ROUTER, POLICIES["score"], mesh=mesh, transport="ragged")
     with pytest.raises(PolicyError, match="'gather' on a mesh"):
         mesh = make_mesh(expert=2)
         moe_layer(X, PARAMS, ROUTER, POLICIES["score"], mesh=mesh, transport="gather")

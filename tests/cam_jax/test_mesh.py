@@ -22,15 +22,24 @@ def test_the_expert_axis_takes_the_devices_that_are_left(devices):
     assert make_mesh(data=1, expert=3).devices.size == 3
 
 
-def test_too_many_devices_says_how_many_were_found_and_how_to_get_more(devices):
-    with pytest.raises(MeshError, match=r"needs 16 devices, found 8.*jax_num_cpu_devices"):
+def test_too_many_devices_says_how_many_were_found_and_how_to_get_more(devices, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    with pytest.raises(MeshError, match=r"needs 16 devices, found 8.*jax_num_cpu_devices.*append"):
         make_mesh(expert=16, devices=devices)
 
 
-def test_a_flag_that_came_too_late_is_named(devices, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=16")
-    with pytest.raises(MeshError, match="after JAX had started"):
-        make_mesh(expert=16, devices=devices)
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--xla_force_host_platform_device_count=16", "asks for 16: it was set after JAX had"),
+        ("--xla_force_host_platform_devices_count=16", "after JAX had started, and .* misspelt"),
+        ("\u2013xla_force_host_platform_device_count=16", r"had started, and .*U\+2013"),
+    ],
+)
+def test_flags_that_came_too_late_are_named(flags, said, devices, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    with pytest.raises(MeshError, match=said):
+        make_mesh(expert=16)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -13,7 +13,7 @@ from cam_jax.plan import RoutingPlan
 from cam_jax.router import RouterConfig, select
 from cam_jax.routing import route
 from cam_jax.transports import TRANSPORTS
-from cam_jax.transports.dropless import _sort_by_expert
+from cam_jax.transports.dropless import sort_by_expert
 from tests.cam_jax import moe_reference as reference
 
 G, T, E, K, D = 2, 10, 8, 3, 6
@@ -142,10 +142,10 @@ def test_device_bins_are_served_by_sorting(case):
 
 def test_sorting_with_two_keys_equals_sorting_with_one():
     expert = np.array([3, 1, 8, 1, 0, 3, 8], np.int32)
-    np.testing.assert_array_equal(_sort_by_expert(jnp.asarray(expert), 8), [4, 1, 3, 0, 5, 2, 6])
+    np.testing.assert_array_equal(sort_by_expert(jnp.asarray(expert), 8), [4, 1, 3, 0, 5, 2, 6])
     # Too many experts for one int32 key; only the order of ids counts.
     np.testing.assert_array_equal(
-        _sort_by_expert(jnp.asarray(expert), 2**30), [4, 1, 3, 0, 5, 2, 6]
+        sort_by_expert(jnp.asarray(expert), 2**30), [4, 1, 3, 0, 5, 2, 6]
     )
 
 

@@ -2,7 +2,7 @@
 #
 #   make demo        a trained MoE model reads real text under capacity ceilings
 #   make test        the fast tests
-#   make test-slow   the second tier; installs PyTorch and transformers for comparison
+#   make test-slow   the second tier; installs PyTorch, transformers and libtpu (no TPU is needed)
 #   make lint        ruff: rules and format        make format    mend both
 #   make types       mypy
 #   make clean       remove .venv and everything that was built
@@ -73,6 +73,6 @@ clean:
 	@touch .venv/installed $@
 
 .venv/installed-parity: .venv/created $(SOURCES)
-	@echo "installing cam_jax, its test tools, PyTorch and transformers into .venv"
-	@$(INSTALL) --editable ".[test,parity]"
+	@echo "installing cam_jax, its test tools, PyTorch, transformers and libtpu into .venv"
+	@$(INSTALL) --editable ".[test,parity,tpu-plan]"
 	@touch .venv/installed .venv/installed-test $@

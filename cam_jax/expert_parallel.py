@@ -24,6 +24,7 @@ from cam_jax.group_routing import group_demand, route_groups, select_groups
 from cam_jax.load_stats import LoadStats
 from cam_jax.mesh import DATA, EXPERT, TENSOR, TOKENS, token_devices
 from cam_jax.plan import RoutingPlan
+from cam_jax.quantized import QuantizedWeight
 from cam_jax.router import RouterConfig, Selection
 from cam_jax.transports import MESH_TRANSPORTS
 
@@ -91,9 +92,20 @@ def param_specs(params: MoEParams, *, tensor: bool = True) -> MoEParams:
             it would have to be added up all the same.
     """
     shared, over = params.shared, TENSOR if tensor else None
+
+    def routed(weight: Any, spec: PartitionSpec) -> Any:
+        if not isinstance(weight, QuantizedWeight):
+            return spec
+        # A scale holds for a whole row: where rows are divided, each part needs it.
+        return QuantizedWeight(values=spec, scale=P(*spec[:2]))
+
     return MoEParams(
         router=P(),
-        experts=ExpertWeights(gate=P(EXPERT, over), up=P(EXPERT, over), down=P(EXPERT, None, over)),
+        experts=ExpertWeights(
+            gate=routed(params.experts.gate, P(EXPERT, over)),
+            up=routed(params.experts.up, P(EXPERT, over)),
+            down=routed(params.experts.down, P(EXPERT, None, over)),
+        ),
         bias=None if params.bias is None else P(),
         shared=None
         if shared is None

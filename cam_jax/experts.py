@@ -1,7 +1,8 @@
 """Expert weights and the SwiGLU feed-forward network, on slot buffers and on sorted rows.
 
 Weights are [out, in], as Hugging Face stores them, so that loading never transposes. Sums are in
-float32 whatever the dtype; results come back in the dtype of the activations.
+float32 whatever the dtype; results come back in the dtype of the activations. The routed experts'
+weights may be int8 (`cam_jax.quantized`): they are then constants, and only ``x`` has a gradient.
 """
 
 from dataclasses import dataclass
@@ -14,15 +15,20 @@ from jaxtyping import Array, Float, Int
 
 from cam_jax.errors import InputError
 from cam_jax.grouped import RowBlock, by_platform, grouped_matmul, loop_over_blocks
+from cam_jax.quantized import QuantizedWeight
 from cam_jax.varying import vary_together
 
+Weight = Array | QuantizedWeight
 Leaf = Any  # an array, or what a tree transformation (axes, specs, shardings) puts in its place
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
-    """SwiGLU weights of all experts: gate [E, F, D], up [E, F, D], down [E, D, F]."""
+    """SwiGLU weights of all experts: gate [E, F, D], up [E, F, D], down [E, D, F].
+
+    Arrays, or `QuantizedWeight`s of these shapes, all three of one kind.
+    """
 
     gate: Leaf
     up: Leaf
@@ -84,6 +90,12 @@ def check_shapes(params: MoEParams, features: int) -> None:
         }
         if shared.router is not None:
             expected["shared.router"] = (shared.router, (1, features))
+    kinds = {isinstance(w, QuantizedWeight) for w in (experts.gate, experts.up, experts.down)}
+    if len(kinds) > 1:
+        raise InputError("params.experts: some weights are quantised, others are not; make all so")
+    for name, (leaf, shape) in list(expected.items()):
+        if isinstance(leaf, QuantizedWeight):
+            expected[f"{name}.scale"] = (leaf.scale, shape[:-1])
     for name, (leaf, shape) in expected.items():
         if leaf.shape != shape:
             raise InputError(f"params.{name} has shape {leaf.shape}: expected {shape}")
@@ -91,9 +103,9 @@ def check_shapes(params: MoEParams, features: int) -> None:
 
 def swiglu(
     x: Float[Array, "T D"],
-    gate: Float[Array, "F D"],
-    up: Float[Array, "F D"],
-    down: Float[Array, "D F"],
+    gate: Float[Array, "F D"] | QuantizedWeight,
+    up: Float[Array, "F D"] | QuantizedWeight,
+    down: Float[Array, "D F"] | QuantizedWeight,
 ) -> Float[Array, "T D"]:
     """`down · (silu(gate · x) * (up · x))` for every row, float32."""
     hidden = jax.nn.silu(_times(x, gate)) * _times(x, up)
@@ -102,7 +114,21 @@ def swiglu(
 
 def expert_buffers(x: Float[Array, "E C D"], experts: ExpertWeights) -> Float[Array, "E C D"]:
     """Every expert on its own slots: one batched matmul per weight. Empty slots stay 0."""
-    return jax.vmap(swiglu)(x, experts.gate, experts.up, experts.down).astype(x.dtype)
+    weights = (experts.gate, experts.up, experts.down)
+    if isinstance(experts.gate, QuantizedWeight):
+        # A TPU converts int8 inside the matmul; others would first write all experts as floats.
+        return lax.platform_dependent(
+            *vary_together(x, *weights), tpu=_buffers_batched, default=_buffers_one_by_one
+        )
+    return _buffers_batched(x, *weights)
+
+
+def _buffers_batched(x: Array, gate: Weight, up: Weight, down: Weight) -> Array:
+    return jax.vmap(swiglu)(x, gate, up, down).astype(x.dtype)
+
+
+def _buffers_one_by_one(x: Array, gate: Weight, up: Weight, down: Weight) -> Array:
+    return lax.map(lambda one: swiglu(*one).astype(x.dtype), (x, gate, up, down))
 
 
 def expert_rows(
@@ -126,8 +152,10 @@ def shared_expert(x: Float[Array, "T D"], shared: SharedExpert) -> Float[Array, 
     return out.astype(x.dtype)
 
 
-def _times(x: Array, weight: Array) -> Array:
+def _times(x: Array, weight: Weight) -> Array:
     """[T, in] x [out, in] -> [T, out] float32."""
+    if isinstance(weight, QuantizedWeight):
+        return _times(x, weight.values) * lax.stop_gradient(weight.scale)
     dtype = jnp.promote_types(x.dtype, weight.dtype)
     return lax.dot_general(
         x.astype(dtype),
@@ -151,20 +179,27 @@ def _expert_rows_forward(x: Array, experts: ExpertWeights, sizes: Array) -> tupl
     return _expert_rows(x, experts, sizes), (x, experts, sizes)
 
 
-def _expert_rows_backward(saved: Any, grad: Array) -> tuple[Array, ExpertWeights, None]:
+def _expert_rows_backward(saved: Any, grad: Array) -> tuple[Array, ExpertWeights | None, None]:
     x, experts, sizes = saved
     weights = (experts.gate, experts.up, experts.down)
-    d_x, d_gate, d_up, d_down = by_platform(
+    d_x, *d_weights = by_platform(
         _rows_ragged_backward, _rows_blocked_backward, x, *weights, sizes, grad
     )
+    if not d_weights:
+        return d_x, None, None
+    d_gate, d_up, d_down = d_weights
     return d_x, ExpertWeights(gate=d_gate, up=d_up, down=d_down), None
 
 
 _expert_rows.defvjp(_expert_rows_forward, _expert_rows_backward)
 
 
-def _rows_ragged(x: Array, gate: Array, up: Array, down: Array, sizes: Array) -> Array:
-    def times(rows: Array, weights: Array) -> Array:
+def _rows_ragged(x: Array, gate: Weight, up: Weight, down: Weight, sizes: Array) -> Array:
+    def times(rows: Array, weights: Weight) -> Array:
+        if isinstance(weights, QuantizedWeight):
+            # Rows after the last group get some scale too; their product is 0.
+            scale = jnp.repeat(weights.scale, sizes, axis=0, total_repeat_length=rows.shape[0])
+            return times(rows, weights.values.astype(rows.dtype)) * scale
         return grouped_matmul(rows, weights, sizes, out_dtype=jnp.float32)
 
     hidden = jax.nn.silu(times(x, gate)) * times(x, up)
@@ -172,15 +207,16 @@ def _rows_ragged(x: Array, gate: Array, up: Array, down: Array, sizes: Array) ->
 
 
 def _rows_ragged_backward(
-    x: Array, gate: Array, up: Array, down: Array, sizes: Array, grad: Array
+    x: Array, gate: Weight, up: Weight, down: Weight, sizes: Array, grad: Array
 ) -> tuple[Array, ...]:
-    def forward(x: Array, gate: Array, up: Array, down: Array) -> Array:
-        return _rows_ragged(x, gate, up, down, sizes)
+    def forward(x: Array, *weights: Weight) -> Array:
+        own_gate, own_up, own_down = weights or (gate, up, down)
+        return _rows_ragged(x, own_gate, own_up, own_down, sizes)
 
-    return jax.vjp(forward, x, gate, up, down)[1](grad)
+    return jax.vjp(forward, x, *_trained(gate, up, down))[1](grad)
 
 
-def _rows_blocked(x: Array, gate: Array, up: Array, down: Array, sizes: Array) -> Array:
+def _rows_blocked(x: Array, gate: Weight, up: Weight, down: Weight, sizes: Array) -> Array:
     def body(block: RowBlock, out: Array) -> Array:
         e = block.group
         return block.write(out, swiglu(block.read(x), gate[e], up[e], down[e]).astype(x.dtype))
@@ -189,18 +225,27 @@ def _rows_blocked(x: Array, gate: Array, up: Array, down: Array, sizes: Array) -
 
 
 def _rows_blocked_backward(
-    x: Array, gate: Array, up: Array, down: Array, sizes: Array, grad: Array
+    x: Array, gate: Weight, up: Weight, down: Weight, sizes: Array, grad: Array
 ) -> tuple[Array, ...]:
+    trained = _trained(gate, up, down)
+
     def body(block: RowBlock, out: tuple[Array, ...]) -> tuple[Array, ...]:
         e = block.group
-        rows = block.read_own(x)
-        _, pull = jax.vjp(swiglu, rows, gate[e], up[e], down[e])
+
+        def forward(rows: Array, *weights: Array) -> Array:
+            return swiglu(rows, *(weights or (gate[e], up[e], down[e])))
+
+        _, pull = jax.vjp(forward, block.read_own(x), *(w[e] for w in trained))
         d_rows, *d_weights = pull(block.read_own(grad).astype(jnp.float32))
         d_x, *sums = out
         sums = [total.at[e].add(part) for total, part in zip(sums, d_weights, strict=True)]
         return block.write(d_x, d_rows), *sums
 
-    weights = (gate, up, down)
-    start = (jnp.zeros_like(x), *(jnp.zeros(w.shape, jnp.float32) for w in weights))
+    start = (jnp.zeros_like(x), *(jnp.zeros(w.shape, jnp.float32) for w in trained))
     d_x, *sums = loop_over_blocks(body, start, sizes, like=x)
-    return d_x, *(total.astype(w.dtype) for total, w in zip(sums, weights, strict=True))
+    return d_x, *(total.astype(w.dtype) for total, w in zip(sums, trained, strict=True))
+
+
+def _trained(*weights: Weight) -> tuple[Array, ...]:
+    """The weights that have a gradient: all, or none where they are quantised."""
+    return tuple(w for w in weights if not isinstance(w, QuantizedWeight))

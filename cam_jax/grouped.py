@@ -169,16 +169,16 @@ def _sum_outer_products_blocked(left: Array, right: Array, sizes: Array) -> Arra
 # --- what others that work on sorted rows may use too (see experts.py) ---
 
 
-def by_platform(tpu: Callable, default: Callable, *arrays: Array) -> Any:
-    """Calls ``tpu`` or ``default``, whichever the program is lowered for.
+def by_platform(tpu: Callable, default: Callable, *arrays: Any) -> Any:
+    """Calls ``tpu`` or ``default`` with arrays or pytrees of them, whichever is lowered for.
 
     Under vmap, one after the other: ragged_dot_general cannot be batched, and a batched loop would
     copy its whole state in every step.
     """
-    arrays = tuple(vary_like(array, *arrays) for array in arrays)
+    arrays = vary_together(*arrays)
 
     @sequential_vmap
-    def call(*arrays: Array) -> Any:
+    def call(*arrays: Any) -> Any:
         return lax.platform_dependent(*arrays, tpu=tpu, default=default)
 
     return call(*arrays)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 
 import jax
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh
 
 from cam_jax.errors import MeshError
@@ -56,7 +57,13 @@ def make_mesh(
             f"make_mesh: data={data} x expert={expert} x tensor={tensor} needs {needed} devices, "
             f"found {len(found)}: {_how_to_get_more(found)}"
         )
-    return jax.make_mesh((data, expert, tensor), AXES, (AxisType.Auto,) * 3, devices=found[:needed])
+    shape, devices, types = (data, expert, tensor), found[:needed], (AxisType.Auto,) * 3
+    try:
+        return jax.make_mesh(shape, AXES, types, devices=devices)
+    except NotImplementedError:
+        # No axis of the mesh is whole axes of the chips' torus: divide those.
+        order = create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(order, AXES, axis_types=types)
 
 
 def token_devices(mesh: Mesh) -> int:

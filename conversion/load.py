@@ -134,6 +134,7 @@ def load_params(
     allow_nonfinite: bool = False,
     progress: Progress | None = None,
     threads: int | None = None,
+    leave_out: frozenset[str] = frozenset(),
 ) -> Params:
     """Load an opened checkpoint as the stacked tree that `models.decoder.forward` takes.
 
@@ -145,6 +146,7 @@ def load_params(
     Args:
         mesh: None puts everything on the default device; on a mesh each device gets, and each
             process reads, its own part (`placed`).
+        leave_out: stacked leaves ("segments.0.attn.q") that are not read and become None.
     """
     plan, config = opened.plan, opened.config
     wanted = load_dtype(dtype)
@@ -163,8 +165,11 @@ def load_params(
         "threads": threads,
     }
     if mesh is not None:
-        return load_placed(plan, config, mesh, types=types, **options)
-    host = map_params(lambda path, spec: aligned_empty(spec.shape, types[path]), specs)
+        return load_placed(plan, config, mesh, types=types, leave_out=leave_out, **options)
+    host = map_params(
+        lambda path, spec: None if path in leave_out else aligned_empty(spec.shape, types[path]),
+        specs,
+    )
     out: dict[str, np.ndarray] = {}
 
     def note_rows(path: str, stack: np.ndarray) -> None:
@@ -172,7 +177,7 @@ def load_params(
         out.update({path: stack} if rows is None else dict(zip(rows, stack, strict=True)))
 
     map_params(note_rows, host)
-    read_leaves(plan, out=out, **options)
+    read_leaves(plan, paths=list(out), out=out, **options)
     return jax.tree.map(_on_device, host)
 
 

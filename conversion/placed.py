@@ -5,7 +5,6 @@ stacked leaf on the host.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,23 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from cam_jax.conversion.arrays import aligned_empty
 from cam_jax.conversion.plan import LoadPlan
 from cam_jax.conversion.read import Progress, Region, read_regions
+from cam_jax.conversion.shares import Box, Share, shares_of
 from cam_jax.models.config import DecoderConfig
 from cam_jax.models.params import Params, layer_paths, map_params
 from cam_jax.models.sharding import abstract_params
-
-Box = tuple[slice, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Share:
-    """What some devices of this process hold of a stacked leaf: one box of it."""
-
-    box: Box
-    devices: tuple[jax.Device, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(side.stop - side.start for side in self.box)
 
 
 def load_placed(
@@ -40,6 +26,7 @@ def load_placed(
     mesh: Mesh,
     *,
     types: dict[str, np.dtype],
+    leave_out: frozenset[str] = frozenset(),
     allow_nonfinite: bool = False,
     progress: Progress | None = None,
     threads: int | None = None,
@@ -51,6 +38,7 @@ def load_placed(
         config: the decoder that the plan is for.
         mesh: of `cam_jax.make_mesh`; may span processes, each of which calls this.
         types: type of each stacked leaf by path ("segments.0.attn.q").
+        leave_out: stacked leaves that are not read and become None.
         allow_nonfinite, progress, threads: as in `read_leaves`; bytes are those of this process.
 
     Raises:
@@ -63,15 +51,16 @@ def load_placed(
     def count(path: str, leaf: jax.ShapeDtypeStruct) -> None:
         nonlocal total
         itemsize = _stored_itemsize(plan, config, path)
-        total += sum(int(np.prod(share.shape)) * itemsize for share in _shares(leaf))
+        total += sum(int(np.prod(share.shape)) * itemsize for share in shares_of(leaf))
 
+    abstract = map_params(lambda path, leaf: None if path in leave_out else leaf, abstract)
     map_params(count, abstract)
     done = 0
 
     def place(path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         nonlocal done
         parts: list[jax.Array] = []
-        for share in _shares(leaf):
+        for share in shares_of(leaf):
             size = int(np.prod(share.shape)) * _stored_itemsize(plan, config, path)
             begun = done
             host = _read(
@@ -103,7 +92,7 @@ def _read(
     plan: LoadPlan,
     config: DecoderConfig,
     path: str,
-    share: _Share,
+    share: Share,
     dtype: np.dtype,
     **options: Any,
 ) -> np.ndarray:
@@ -136,20 +125,6 @@ def _regions(plan: LoadPlan, leaf: str, box: Box, host: np.ndarray) -> Iterator[
         host[...] = 0
     if target.size:
         yield Region(leaf=leaf, box=own, out=target)
-
-
-def _shares(leaf: jax.ShapeDtypeStruct) -> list[_Share]:
-    """The different boxes that this process's devices hold, in the order of the devices."""
-    assert isinstance(leaf.sharding, NamedSharding)
-    held: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
-    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-        assert index is not None
-        bounds = tuple(side.indices(size)[:2] for side, size in zip(index, leaf.shape, strict=True))
-        held.setdefault(bounds, []).append(device)
-    return [
-        _Share(box=tuple(slice(*side) for side in bounds), devices=tuple(devices))
-        for bounds, devices in held.items()
-    ]
 
 
 def _stored_itemsize(plan: LoadPlan, config: DecoderConfig, path: str) -> int:

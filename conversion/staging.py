@@ -16,8 +16,10 @@ from cam_jax.errors import CheckpointError
 
 try:
     import fcntl
-except ImportError:  # Windows has no such locks; what a crash leaves there stays until removed
-    fcntl = None  # type: ignore[assignment]
+
+    HAS_LOCKS = True
+except ImportError:  # Windows; what a crash leaves there stays until somebody removes it
+    HAS_LOCKS = False
 
 
 def refuse_existing(target: Path, overwrite: bool) -> None:
@@ -103,7 +105,7 @@ def _escape(name: str) -> str:
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[bool]:
     """Hold the directory's lock if it is free; it ends with the process, however that ends."""
-    if fcntl is None:
+    if not HAS_LOCKS:
         yield False
         return
     handle = os.open(directory, os.O_RDONLY)

@@ -1,6 +1,7 @@
 """One decoder layer: attention, then experts or a dense MLP, each behind a norm, both residual."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from cam_jax.models.mla import LatentAttention
 from cam_jax.models.norm import linear, rms_norm
 from cam_jax.models.partition import constrain
 from cam_jax.moe import moe_layer
+from cam_jax.quantized import QuantizedWeight, quantize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +43,27 @@ class CallContext:
 
 
 class Experts(nnx.Module):
-    """The routed experts' weights: gate, up [E, F, D] and down [E, D, F]."""
+    """The routed experts' weights: gate, up [E, F, D] and down [E, D, F].
 
-    def __init__(self, gate: jax.Array, up: jax.Array, down: jax.Array) -> None:
-        self.gate = nnx.Param(gate)
-        self.up = nnx.Param(up)
-        self.down = nnx.Param(down)
+    If quantised these are int8, beside float32 gate_scale, up_scale [E, F] and down_scale [E, D].
+    """
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        for name in ("gate", "up", "down"):
+            weight = getattr(weights, name)
+            if isinstance(weight, QuantizedWeight):
+                setattr(self, f"{name}_scale", nnx.Param(weight.scale))
+                weight = weight.values
+            setattr(self, name, nnx.Param(weight))
 
     def weights(self) -> ExpertWeights:
         """As `cam_jax.moe_layer` takes them."""
-        return ExpertWeights(gate=self.gate[...], up=self.up[...], down=self.down[...])
+
+        def weight(name: str) -> Any:
+            values, scale = getattr(self, name)[...], getattr(self, f"{name}_scale", None)
+            return values if scale is None else QuantizedWeight(values=values, scale=scale[...])
+
+        return ExpertWeights(gate=weight("gate"), up=weight("up"), down=weight("down"))
 
 
 class Shared(nnx.Module):
@@ -94,7 +107,7 @@ class MoE(nnx.Module):
     """Router, experts and, where the family has them, selection bias and shared expert.
 
     Parameters: router [E, D]; bias [E] float32; experts.{gate, up} [E, F, D], experts.down
-    [E, D, F]; shared.{gate, up, down, router}.
+    [E, D, F], with scales if int8; shared.{gate, up, down, router}.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
@@ -110,11 +123,12 @@ class MoE(nnx.Module):
         self.router = nnx.Param(weight(count, outer))
         if moe.selection_bias:
             self.bias = nnx.Param(jnp.zeros(count, jnp.float32))
-        self.experts = Experts(
+        experts = ExpertWeights(
             gate=weight(count, inner, outer),
             up=weight(count, inner, outer),
             down=weight(count, outer, inner),
         )
+        self.experts = Experts(jax.tree.map(quantize, experts) if moe.quantized else experts)
         if moe.shared_size:
             self.shared = Shared(
                 gate=weight(moe.shared_size, outer),

@@ -4,7 +4,7 @@ A family differs from another by these values, not by code. Layers that are equa
 kind, same window) and adjacent form a *segment*, the unit that is stacked and scanned.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
@@ -82,6 +82,8 @@ class MoEConfig:
         selection_bias: whether a bias enters the choice (never the weight: DeepSeek-V3).
         shared_size: hidden features of the shared expert, 0 for none.
         shared_gated: whether the shared expert is multiplied by a sigmoid gate (Qwen2-MoE).
+        quantized: "int8" if the routed experts' weights are int8 with scales
+            (`cam_jax.quantized`), None if they are plain numbers.
     """
 
     expert_size: int
@@ -89,6 +91,7 @@ class MoEConfig:
     selection_bias: bool = False
     shared_size: int = 0
     shared_gated: bool = False
+    quantized: Literal["int8"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +156,16 @@ class DecoderConfig:
             raise ConfigError("layers ask for experts, but moe is None")
         if any(not kind.moe for kind in self.layers) and self.mlp_size < 1:
             raise ConfigError("layers ask for a dense MLP, but mlp_size is 0")
+
+    def with_int8_experts(self) -> "DecoderConfig":
+        """The same decoder with the routed experts' weights as int8.
+
+        Raises:
+            ConfigError: it has no experts.
+        """
+        if self.moe is None or not self.moe_layers:
+            raise ConfigError(f"{self.family} without MoE layers has no expert to quantise")
+        return replace(self, moe=replace(self.moe, quantized="int8"))
 
     @property
     def num_layers(self) -> int:

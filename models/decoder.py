@@ -215,7 +215,7 @@ def init_params(config: DecoderConfig, key: jax.Array, dtype: DTypeLike = jnp.fl
     Args:
         config: the model.
         key: a key of `jax.random`.
-        dtype: of every parameter but the selection bias, which is float32.
+        dtype: of every parameter but the selection bias, which is float32, and int8 experts.
 
     Returns:
         The stacked pytree that `forward` takes.

@@ -44,7 +44,7 @@ def _outer_specs(config: DecoderConfig) -> dict[str, jax.ShapeDtypeStruct]:
 def param_specs(config: DecoderConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Every leaf a checkpoint must fill: path -> shape, layers apart, in the order of the layers.
 
-    The dtype is float32 throughout; checkpoints may hold another.
+    The dtype is float32 but for int8 experts; checkpoints may hold another.
     """
     outer = _outer_specs(config)
     specs = {"embed": outer.pop("embed")}
@@ -56,9 +56,9 @@ def param_specs(config: DecoderConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def stacked_specs(config: DecoderConfig) -> Params:
-    """The pytree that `forward` takes, as shapes (float32 throughout): [layers of a segment, ...].
+    """The pytree that `forward` takes, as shapes: [layers of a segment, ...].
 
-    Built from the same description as `param_specs`, without a weight.
+    Float32 but for int8 experts. Built from the same description as `param_specs`.
     """
     tree: Params = dict(_outer_specs(config))
     tree["segments"] = []

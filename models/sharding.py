@@ -61,6 +61,10 @@ AXES_OF: Mapping[str, Axes] = {
     "moe.experts.gate": ("expert", "expert_hidden", None),
     "moe.experts.up": ("expert", "expert_hidden", None),
     "moe.experts.down": ("expert", None, "expert_hidden"),
+    # Of int8 experts: one scale per output feature.
+    "moe.experts.gate_scale": ("expert", "expert_hidden"),
+    "moe.experts.up_scale": ("expert", "expert_hidden"),
+    "moe.experts.down_scale": ("expert", None),
     "moe.shared.gate": ("shared_hidden", None),
     "moe.shared.up": ("shared_hidden", None),
     "moe.shared.down": (None, "shared_hidden"),
@@ -201,15 +205,15 @@ def abstract_params(
     """Shapes, dtypes and shardings of the tree, for compiling without weights.
 
     Args:
-        dtype: of every leaf but the selection bias, which is float32.
+        dtype: of every leaf but the selection bias, which is float32, and int8 experts.
     """
     experts = padded_experts(config, mesh)
 
     def leaf(path: str, spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        wide = path.endswith("moe.bias")
+        fixed = spec.dtype == jnp.int8 or path.endswith(("moe.bias", "_scale"))
         return jax.ShapeDtypeStruct(
             padded_shape(_without_segment(path), spec.shape, experts),
-            jnp.float32 if wide else jnp.dtype(dtype),
+            spec.dtype if fixed else jnp.dtype(dtype),
         )
 
     abstract = map_params(leaf, stacked_specs(config))

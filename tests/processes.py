@@ -24,7 +24,9 @@ class Ended:
     seconds: float
     """From the start of the first process."""
     output: str
-    """Standard output and standard error together."""
+    """Standard output and standard error together, unless they were asked for apart."""
+    errors: str = ""
+    """Standard error, if asked for apart."""
 
 
 def free_port() -> int:
@@ -40,6 +42,7 @@ def run_processes(
     timeout: float,
     environment: dict[str, str] | None = None,
     wait_for: Sequence[int] | None = None,
+    separate_errors: bool = False,
 ) -> list[Ended]:
     """Run ``python ARGUMENTS`` for each of ``commands`` at the same time, in the repository's root.
 
@@ -49,6 +52,7 @@ def run_processes(
         timeout: seconds until those that are left are killed.
         environment: added to this process's; JAX_PLATFORMS is "cpu", and XLA_FLAGS not passed on.
         wait_for: return when these have ended; None: all.
+        separate_errors: keep standard output and standard error apart.
     """
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"} | (environment or {})
@@ -60,7 +64,7 @@ def run_processes(
         logs = [Path(folder) / f"{i}.log" for i in range(len(commands))]
         try:
             for log, arguments in zip(logs, commands, strict=True):
-                with log.open("wb") as stream:
+                with log.open("wb") as stream, _errors(log).open("wb") as errors:
                     started.append(
                         subprocess.Popen(
                             [sys.executable, *arguments],
@@ -68,7 +72,7 @@ def run_processes(
                             env=env,
                             stdin=subprocess.DEVNULL,
                             stdout=stream,
-                            stderr=subprocess.STDOUT,
+                            stderr=errors if separate_errors else subprocess.STDOUT,
                             start_new_session=True,
                         )
                     )
@@ -87,14 +91,20 @@ def run_processes(
                 code=process.returncode if i in ended else None,
                 seconds=ended.get(i, timeout),
                 output=log.read_text(errors="replace"),
+                errors=_errors(log).read_text(errors="replace"),
             )
             for i, (process, log) in enumerate(zip(started, logs, strict=True))
         ]
 
 
+def _errors(log: Path) -> Path:
+    return log.with_suffix(".err")
+
+
 def report(results: Sequence[Ended]) -> str:
     """Everything about the processes, for the message of a failed assertion."""
     return "\n".join(
-        f"--- process {i}: code {r.code} after {r.seconds:.1f} s\n{r.output[-3000:]}"
+        f"--- process {i}: code {r.code} after {r.seconds:.1f} s\n"
+        f"{r.output[-3000:]}{r.errors[-3000:]}"
         for i, r in enumerate(results)
     )

@@ -48,6 +48,36 @@ COMMANDS = (
         summary="Measure how memory and time of the one-device transports grow with T.",
     ),
     Command(
+        name="generate",
+        module="cam_jax.cli.generate",
+        summary="Continue prompts under a ceiling, on one device, a mesh, or many hosts.",
+    ),
+    Command(
+        name="plan",
+        module="cam_jax.cli.plan",
+        summary="Compile a model for a TPU pod on this machine: memory, traffic, least time.",
+    ),
+    Command(
+        name="convert",
+        module="cam_jax.cli.convert",
+        summary="Convert a checkpoint: Hugging Face to Orbax, and back.",
+    ),
+    Command(
+        name="inspect",
+        module="cam_jax.cli.inspect",
+        summary="Say what a checkpoint is and what it takes on a mesh, without loading it.",
+    ),
+    Command(
+        name="bench-loading",
+        module="cam_jax.cli.bench_loading",
+        summary="Measure memory and time of loading and converting a made-up checkpoint.",
+    ),
+    Command(
+        name="bench-straggler",
+        module="cam_jax.cli.bench_straggler",
+        summary="Measure a straggler on two real processes, and what a ceiling saves.",
+    ),
+    Command(
         name="env",
         module="cam_jax.cli.env",
         summary="Say which versions and devices are in use (for a bug report).",

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float32, Int32
 
 from cam_jax.inference.policies import Policy, decode_policy
@@ -176,7 +177,8 @@ def decode(
         state = dataclasses.replace(state, cache=cache)
         return _draw(params, hidden[:, -1], state, sampling, eos_ids, setting)
 
-    return jax.lax.while_loop(unfinished, step, state)
+    # Where a loop's state lies is settled for all steps together, so say it behind the loop too.
+    return _readable(jax.lax.while_loop(unfinished, step, state), setting.mesh)
 
 
 def _draw(
@@ -190,20 +192,30 @@ def _draw(
     """Draws the token of column ``state.step`` from the hidden state of the one before it."""
     logits = decoder.logits(setting.config, params, hidden, mesh=setting.mesh)
     logits = constrain(logits, setting.mesh)  # whole rows: drawing sorts them
-    drawn = sample(logits, sampling, state.step)
-    chosen = jnp.take_along_axis(logits, drawn[:, None], axis=-1)[:, 0]
+    choice = sample(logits, sampling, state.step)
+    chosen = jnp.take_along_axis(logits, choice[:, None], axis=-1)[:, 0]
     logprob = chosen - jax.nn.logsumexp(logits, axis=-1)
-    token = jnp.where(state.done, setting.pad_id, drawn).astype(jnp.int32)
+    token = jnp.where(state.done, setting.pad_id, choice).astype(jnp.int32)
     logprob = jnp.where(state.done, 0.0, logprob).astype(jnp.float32)
     column = (jnp.zeros((), jnp.int32), state.step)
-    small = {
-        "step": state.step + 1,
-        "token": token,
-        "done": state.done | jnp.isin(token, eos_ids),
-        "tokens": jax.lax.dynamic_update_slice(state.tokens, token[:, None], column),
-        "logprobs": jax.lax.dynamic_update_slice(state.logprobs, logprob[:, None], column),
-    }
-    return State(**readable(small, setting.mesh), cache=state.cache)
+    drawn = State(
+        step=state.step + 1,
+        token=token,
+        done=state.done | jnp.isin(token, eos_ids),
+        tokens=jax.lax.dynamic_update_slice(state.tokens, token[:, None], column),
+        logprobs=jax.lax.dynamic_update_slice(state.logprobs, logprob[:, None], column),
+        cache=state.cache,
+    )
+    return _readable(drawn, setting.mesh)
+
+
+def _readable(state: State, mesh: Mesh | None) -> State:
+    """The state, of which all but the cache can be read by every process."""
+    small = (state.step, state.token, state.done, state.tokens, state.logprobs)
+    step, token, done, tokens, logprobs = readable(small, mesh)
+    return State(
+        step=step, token=token, done=done, tokens=tokens, logprobs=logprobs, cache=state.cache
+    )
 
 
 def run(

@@ -9,6 +9,11 @@ from jaxtyping import Array, Float32
 from tokenizers import Tokenizer
 
 from cam_jax.conversion import save_hf
+from cam_jax.conversion.orbax import save_orbax
+from cam_jax.conversion.plan import directory_of
+from cam_jax.conversion.quantization_report import QuantizationReport
+from cam_jax.conversion.together import save_together
+from cam_jax.distributed import agree
 from cam_jax.errors import InputError
 from cam_jax.expert_parallel import check_batch
 from cam_jax.inference import generate as generation
@@ -32,6 +37,8 @@ from cam_jax.inference.special import SpecialTokens
 from cam_jax.models.config import DecoderConfig
 from cam_jax.models.params import unstack_params
 from cam_jax.models.sharding import shard_params
+
+_WRITERS = {"orbax": save_orbax, "hf": save_hf}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,6 +66,7 @@ class LanguageModel:
             processes, each makes the same calls with the same arguments and gets whole results.
         virtual_devices: expert-parallel devices that one device emulates, or (data, expert).
         origin: what is needed to save it again; None for a model that was not loaded.
+        quantization: how far int8 experts are from the checkpoint's; None if they are as stored.
     """
 
     config: DecoderConfig
@@ -69,6 +77,7 @@ class LanguageModel:
     mesh: Any = None
     virtual_devices: int | tuple[int, int] = 1
     origin: Origin | None = dataclasses.field(default=None, repr=False)
+    quantization: QuantizationReport | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", check_policy(self.policy, self.config.num_moe_layers))
@@ -98,6 +107,7 @@ class LanguageModel:
         """
         batch = self._read(input_ids, attention_mask)
         rows, length = batch.ids.shape
+        self._agree("the arguments of logits", batch.arrays)
         batch = self._fill(batch.pad_right(self._bucket(length)))
         return logits_of(self.params, batch.ids, batch.valid, **self._static())[:rows, :length]
 
@@ -124,6 +134,7 @@ class LanguageModel:
                 real rows are divided over the (virtual) devices as if they were alone.
         """
         batch = self._read(input_ids, attention_mask, allow_empty_rows=allow_empty_rows)
+        self._agree("the arguments of score", batch.arrays)
         aligned = batch.align("left", largest=self.config.max_positions)
         data, expert = device_sizes(self.mesh, self.virtual_devices)
         order = spread_rows(np.asarray(aligned.valid.any(axis=1)), data * expert)
@@ -143,6 +154,7 @@ class LanguageModel:
         Args, Raises: as `logits`.
         """
         batch = self._read(input_ids, attention_mask)
+        self._agree("the arguments of routing", batch.arrays)
         aligned = self._fill(batch.align("left", largest=self.config.max_positions))
         load = load_of(self.params, aligned.ids, aligned.valid, **self._static())
         return self._report(load, batch)
@@ -217,6 +229,10 @@ class LanguageModel:
                 f"max_new_tokens={new} more exceed the model's {config.max_positions} positions: "
                 "shorten one of them"
             )
+        self._agree(
+            "the arguments of generate",
+            (batch.arrays, sampling, new, stop_at_eos, on_token is None),
+        )
         tokens, logprobs, done = generation.run(
             self.params,
             self._fill(batch.align("right", largest=config.max_positions)),
@@ -237,36 +253,48 @@ class LanguageModel:
             notes=self._notes(batch),
         )
 
-    def save(self, path: str | Path, format: str = "hf", *, overwrite: bool = False) -> Path:
+    def save(self, path: str | Path, format: str = "orbax", *, overwrite: bool = False) -> Path:
         """Write the model as a checkpoint directory, complete or not at all.
+
+        Where the mesh spans processes each of them calls this, and process 0 writes.
 
         Args:
             path: the directory to make.
-            format: "hf": config.json, safetensors and tokenizer files under the names they were
-                loaded from.
+            format: "orbax", which any mesh reads in parts; or "hf", safetensors under the names
+                they came from. Config, tokenizer and generation config travel along.
             overwrite: replace a checkpoint directory that is there. Never anything else.
 
         Returns:
             The directory.
 
         Raises:
-            InputError: an unknown format, or a model that came from no checkpoint.
+            InputError: an unknown format, int8 experts, or a model that came from no checkpoint.
             CheckpointError: something is at ``path`` already, or it cannot be written.
         """
-        if format != "hf":
-            raise InputError(f"format={format!r}: expected 'hf'")
+        if format not in _WRITERS:
+            raise InputError(f"format={format!r}: expected one of {', '.join(_WRITERS)}")
+        if self.config.moe is not None and self.config.moe.quantized:
+            raise InputError(
+                "save: this model's experts are int8, which the format has no place for; save one "
+                "that was loaded without quantize"
+            )
         if self.origin is None:
             raise InputError(
                 "save needs the config.json of a loaded checkpoint, and this model has none"
             )
-        return save_hf(
-            path,
-            self.origin.config_json,
+        origin = self.origin
+        found = save_together(
+            lambda leaves: _WRITERS[format](
+                path,
+                origin.config_json,
+                leaves,
+                layout=origin.layout,
+                companions=origin.companions,
+                overwrite=overwrite,
+            ),
             unstack_params(self.config, self.params),
-            layout=self.origin.layout,
-            companions=self.origin.companions,
-            overwrite=overwrite,
         )
+        return directory_of(path) if found is None else found
 
     def _read(
         self, input_ids: Any, attention_mask: Any, *, allow_empty_rows: bool = False
@@ -284,6 +312,11 @@ class LanguageModel:
     def _check_rows(self, rows: int) -> None:
         if self.mesh is not None:
             check_batch(rows, self.mesh)
+
+    def _agree(self, what: str, arguments: Any) -> None:
+        """Refuses calls that differ between processes, which would wait for each other."""
+        if self.mesh is not None and self.mesh.is_multi_process:
+            agree((arguments, self.policy, self.special), what)
 
     def _fill(self, batch: Batch) -> Batch:
         return batch.fill_rows(row_devices(self.mesh))

@@ -31,6 +31,11 @@ class Batch:
     priority: Int32[np.ndarray, "B S"] | None = None
 
     @property
+    def arrays(self) -> tuple[np.ndarray | None, ...]:
+        """Ids, mask and priority."""
+        return self.ids, self.valid, self.priority
+
+    @property
     def lengths(self) -> Int32[np.ndarray, " B"]:
         """Real tokens of each row."""
         return self.valid.sum(axis=1, dtype=np.int32)

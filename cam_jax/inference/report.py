@@ -98,8 +98,8 @@ class RoutingReport:
         notes: tuple[str, ...] = (),
     ) -> "RoutingReport":
         """From load statistics whose leaves have the leading axis L."""
-        figures = jax.tree.map(np.asarray, _figures(stats, devices=devices))
         stats = jax.tree.map(np.asarray, stats)
+        figures = jax.tree.map(np.asarray, _figures(stats, devices=devices))
         return cls(
             layers=layers,
             tokens=int(stats.tokens[0]),
@@ -116,6 +116,18 @@ class RoutingReport:
             notes=notes,
             **figures,
         )
+
+    def as_data(self) -> dict[str, Any]:
+        """The attributes as numbers, lists and dictionaries, for JSON."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {key: plain(entry) for key, entry in value.items()}
+            if isinstance(value, np.ndarray):
+                return value.tolist()
+            return list(value) if isinstance(value, tuple) else value
+
+        return {name.name: plain(getattr(self, name.name)) for name in dataclasses.fields(self)}
 
     def layer(self, index: int) -> RoutingSummary:
         """The figures of the MoE layer at ``index`` of the arrays."""

@@ -144,9 +144,7 @@ def test_sorting_with_two_keys_equals_sorting_with_one():
     expert = np.array([3, 1, 8, 1, 0, 3, 8], np.int32)
     np.testing.assert_array_equal(sort_by_expert(jnp.asarray(expert), 8), [4, 1, 3, 0, 5, 2, 6])
     # Too many experts for one int32 key; only the order of ids counts.
-    np.testing.assert_array_equal(
-        sort_by_expert(jnp.asarray(expert), 2**30), [4, 1, 3, 0, 5, 2, 6]
-    )
+    np.testing.assert_array_equal(sort_by_expert(jnp.asarray(expert), 2**30), [4, 1, 3, 0, 5, 2, 6])
 
 
 def temporary_bytes(transport: str, tokens: int) -> int:

@@ -7,7 +7,8 @@ import pytest
 
 from cam_jax import make_mesh
 from cam_jax.conversion import load_params, open_checkpoint
-from cam_jax.conversion.placed import _read, _shares
+from cam_jax.conversion.placed import _read
+from cam_jax.conversion.shares import shares_of
 from cam_jax.conversion.source import CheckpointSource
 from cam_jax.errors import CheckpointError, MeshError
 from cam_jax.models.params import map_params
@@ -65,7 +66,7 @@ def test_only_the_bytes_of_a_share_are_read(data_dir: Path, devices, monkeypatch
 
     def check(path, leaf):
         nonlocal read
-        shares = _shares(leaf)
+        shares = shares_of(leaf)
         copies = mesh.size // len(shares)  # devices that hold the same are served by one read
         assert all(len(share.devices) == copies for share in shares)
         read = 0

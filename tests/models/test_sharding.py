@@ -19,6 +19,7 @@ from cam_jax.models.sharding import (
     param_shardings,
     shard_params,
 )
+from cam_jax.quantized import QuantizedWeight
 from tests.models.tiny import TINY, olmoe, params_of, tiny
 
 # Between them these have every parameter there is.
@@ -27,6 +28,7 @@ VARIANTS = [
     tiny("qwen2_moe", mlp_only_layers=[0]),
     olmoe(attention_bias=True),
     tiny("deepseek_v2", q_lora_rank=10, attention_bias=True),
+    olmoe().with_int8_experts(),
 ]
 
 
@@ -93,6 +95,24 @@ def test_experts_lie_where_the_layer_expects_them(mesh):
                 kind,
                 name,
             )
+
+
+def test_int8_experts_and_their_scales_lie_where_the_layer_expects_them(mesh):
+    config = olmoe().with_int8_experts()
+    placed = abstract_params(config, mesh)["segments"][0]["moe"]["experts"]
+    for name, leaf in placed.items():
+        assert leaf.dtype == (jnp.float32 if name.endswith("_scale") else jnp.int8), name
+    weights = {
+        name: QuantizedWeight(values=placed[name], scale=placed[f"{name}_scale"])
+        for name in ("gate", "up", "down")
+    }
+    layer = MoEParams(router=None, experts=ExpertWeights(**weights))
+    wanted = expert_parallel.param_specs(layer).experts
+    for name, weight in weights.items():
+        for part in ("values", "scale"):
+            leaf, over = getattr(weight, part), P(None, *getattr(getattr(wanted, name), part))
+            expected = jax.sharding.NamedSharding(mesh, over)
+            assert leaf.sharding.is_equivalent_to(expected, len(leaf.shape)), (name, part)
 
 
 def test_heads_that_do_not_divide_are_copies(devices):

@@ -95,16 +95,17 @@ def test_the_checkpoints_own_type_is_kept_unless_asked(golden_dir):
     assert load(golden_dir, dtype="float32").params["embed"].dtype == "float32"
 
 
-def test_a_saved_model_loads_again(lm, tmp_path, golden):
-    saved = lm.save(tmp_path / "saved", format="hf")
+@pytest.mark.parametrize("format", ["orbax", "hf"])
+def test_a_saved_model_loads_again(lm, tmp_path, golden, format):
+    saved = lm.save(tmp_path / "saved", format=format)
     again = load(saved)
     assert again.params["embed"].dtype == "float32" and again.special == lm.special
     ids = golden["input_ids"]
     with jax.default_matmul_precision("highest"):
         assert (np.asarray(again.logits(ids)) == np.asarray(lm.logits(ids))).all()
-    with pytest.raises(CheckpointError):
-        lm.save(saved)
-    with pytest.raises(InputError, match="format"):
+    with pytest.raises(CheckpointError, match="exists"):
+        lm.save(saved, format=format)
+    with pytest.raises(InputError, match=r"format='gguf': expected one of orbax, hf"):
         lm.save(tmp_path / "other", format="gguf")
     with pytest.raises(InputError, match=r"config\.json"):
         dataclasses.replace(lm, origin=None).save(tmp_path / "other")
@@ -139,7 +140,7 @@ def test_a_tokenizer_never_cuts_or_fills(copy):
 def test_damaged_companions_are_named_before_weights_are_read(
     copy, name, content, error, monkeypatch
 ):
-    monkeypatch.setattr(loading, "load_params", _never)
+    monkeypatch.setattr(loading, "load_any", _never)
     (copy / name).write_text(content)
     with pytest.raises(error, match=name if error is CheckpointError else "eos_token_id"):
         load(copy)
@@ -158,7 +159,7 @@ def test_damaged_companions_are_named_before_weights_are_read(
 def test_policies_that_cannot_hold_are_refused_before_weights_are_read(
     golden_dir, options, monkeypatch
 ):
-    monkeypatch.setattr(loading, "load_params", _never)
+    monkeypatch.setattr(loading, "load_any", _never)
     with pytest.raises(PolicyError):
         load(golden_dir, **options)
 

@@ -1,8 +1,6 @@
 """Checkpoints in and out, Hugging Face and Orbax: checked first, every tensor accounted for."""
 
-from cam_jax.conversion.convert import convert
 from cam_jax.conversion.either import load_any, open_any
-from cam_jax.conversion.inspect import inspect
 from cam_jax.conversion.load import (
     LoadedCheckpoint,
     OpenCheckpoint,
@@ -14,6 +12,8 @@ from cam_jax.conversion.orbax import OpenOrbax, load_orbax_params, open_orbax, s
 from cam_jax.conversion.read import NonfiniteWarning, read_leaves
 from cam_jax.conversion.save import save_hf
 from cam_jax.conversion.source import CheckpointSource
+from cam_jax.conversion.streaming import convert
+from cam_jax.conversion.summary import inspect
 
 __all__ = [
     "CheckpointSource",

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from cam_jax.conversion.convert import LazyLeaf
+from cam_jax.conversion.streaming import LazyLeaf
 from cam_jax.errors import CheckpointError
 
 T = TypeVar("T")

@@ -50,12 +50,16 @@ def run_processes(
 
     Args:
         timeout: seconds until those that are left are killed.
-        environment: added to this process's; JAX_PLATFORMS is "cpu", and XLA_FLAGS not passed on.
+        environment: added to this process's; JAX_PLATFORMS is "cpu", XLA_FLAGS compile fast.
         wait_for: return when these have ended; None: all.
         separate_errors: keep standard output and standard error apart.
     """
-    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"} | (environment or {})
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONUNBUFFERED": "1",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # as in conftest
+    }
+    env |= environment or {}
     began = time.monotonic()
     started: list[subprocess.Popen[bytes]] = []
     ended: dict[int, float] = {}

@@ -20,10 +20,10 @@ import ml_dtypes
 import numpy as np
 
 from cam_jax.benchmarks.memory import memory_bytes, peak_bytes, reset_peak
-from cam_jax.conversion.convert import LazyLeaf, convert
 from cam_jax.conversion.either import load_any, open_any
 from cam_jax.conversion.files import describe
 from cam_jax.conversion.save import save_hf
+from cam_jax.conversion.streaming import LazyLeaf, convert
 from cam_jax.errors import CamError, InputError
 from cam_jax.mesh import make_mesh
 from cam_jax.models.params import map_params, param_specs, stacked_specs

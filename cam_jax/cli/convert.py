@@ -40,7 +40,7 @@ def run(options: Options) -> None:
     # Here, so that --help waits for none of it.
     from cam_jax.benchmarks.memory import memory_bytes, peak_bytes
     from cam_jax.cli.progress import byte_bar
-    from cam_jax.conversion.convert import convert
+    from cam_jax.conversion.streaming import convert
 
     before = memory_bytes()
     with byte_bar("converting") as progress:

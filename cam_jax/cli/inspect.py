@@ -8,7 +8,7 @@ from tyro.conf import Positional
 from cam_jax.cli.console import write_json
 
 if TYPE_CHECKING:
-    from cam_jax.conversion.inspect import Summary
+    from cam_jax.conversion.summary import Summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def run(options: Options) -> None:
     """
     # Here, so that --help waits for none of it.
     from cam_jax.conversion.footprint import MeshSizes
-    from cam_jax.conversion.inspect import inspect
+    from cam_jax.conversion.summary import inspect
 
     mesh = MeshSizes(data=options.data, expert=options.expert, tensor=options.tensor)
     found = inspect(options.path, mesh=mesh, dtype=options.dtype, revision=options.revision)

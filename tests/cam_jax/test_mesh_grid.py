@@ -60,12 +60,7 @@ POLICIES = {
 }
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("router", "policy", "mesh", "virtual"),
-    # Each program runs a few times: compiling takes most of the time.
-    compiler_options={"xla_backend_optimization_level": 0},
-)
+@functools.partial(jax.jit, static_argnames=("router", "policy", "mesh", "virtual"))
 def layer(x, params, valid, priority, *, router, policy, mesh=None, virtual=1):
     return moe_layer(
         x,

@@ -8,7 +8,7 @@ import pytest
 
 from cam_jax.cli import main as cli
 from cam_jax.cli import progress
-from cam_jax.conversion import convert as module
+from cam_jax.conversion import streaming as module
 
 
 @pytest.fixture

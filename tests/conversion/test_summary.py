@@ -10,9 +10,9 @@ import pytest
 
 from cam_jax import make_mesh
 from cam_jax.conversion import CheckpointSource, open_checkpoint
-from cam_jax.conversion.convert import convert
 from cam_jax.conversion.footprint import MeshSizes, footprint
-from cam_jax.conversion.inspect import inspect
+from cam_jax.conversion.streaming import convert
+from cam_jax.conversion.summary import inspect
 from cam_jax.errors import CheckpointError, MeshError
 from cam_jax.models.decoder import init_cache
 from cam_jax.models.params import param_specs

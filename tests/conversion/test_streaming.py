@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from cam_jax.conversion import CheckpointSource, load_checkpoint, open_checkpoint
-from cam_jax.conversion.convert import convert
 from cam_jax.conversion.either import load_any, open_any
 from cam_jax.conversion.orbax import OpenOrbax, is_orbax
+from cam_jax.conversion.streaming import convert
 from cam_jax.errors import CheckpointError, ConfigError
 from tests.conversion.checkpoints import same, tiny_config, tiny_tensors, write_checkpoint
 
@@ -186,7 +186,7 @@ def test_disk_full_leaves_nothing(
 
 STUCK = """
 import sys, time
-from cam_jax.conversion.convert import convert
+from cam_jax.conversion.streaming import convert
 def progress(done, total):
     if done == total:
         print("written", flush=True)

@@ -42,6 +42,10 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("cam-jax")
     # Models bring Flax and tokenizers along, which the routing core alone can do without.
     if name in ("LanguageModel", "load"):
         from cam_jax import inference

@@ -287,8 +287,8 @@ def _transport_name(name: str | None, policy: CapacityPolicy) -> str:
     choices = ("dropless", "gathered", "ragged") if needed == "dropless" else (needed,)
     if name is not None and name not in choices:
         raise PolicyError(
-            f"transport={name!r} on a mesh: {why} needs {' or '.join(map(repr, choices))}; leave "
-            "transport=None"
+            f"transport={name!r} on a mesh: {why}, which needs "
+            f"{' or '.join(map(repr, choices))}; leave transport=None"
         )
     return name or needed
 

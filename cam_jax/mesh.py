@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.experimental.mesh_utils import create_device_mesh
@@ -48,7 +49,7 @@ def make_mesh(
             raise MeshError(f"make_mesh: {axis}={size!r}, expected an integer of at least 1")
     if devices is None and not backend_started():
         check_xla_flags()
-    found = list(jax.devices() if devices is None else devices)
+    found = _devices(devices)
     if expert is None:
         expert = max(len(found) // (data * tensor), 1)
     needed = data * expert * tensor
@@ -66,6 +67,15 @@ def make_mesh(
         return Mesh(order, AXES, axis_types=types)
 
 
+def _devices(devices: Any) -> list[jax.Device]:
+    found = jax.devices() if devices is None else devices
+    if not isinstance(found, Sequence) or not all(isinstance(d, jax.Device) for d in found):
+        raise MeshError(f"make_mesh: devices={devices!r}, expected a list of JAX's devices")
+    if len(set(found)) < len(found):
+        raise MeshError("make_mesh: a device is named twice")
+    return list(found)
+
+
 def token_devices(mesh: Mesh) -> int:
     """Devices that hold different tokens: data x expert.
 
@@ -78,6 +88,11 @@ def token_devices(mesh: Mesh) -> int:
         raise MeshError(
             f"the mesh has axes {tuple(mesh.axis_names)}, expected {AXES}: use cam_jax.make_mesh"
         )
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise MeshError(
+            f"the mesh has axis types {tuple(kind.name for kind in mesh.axis_types)}, expected "
+            "Auto: use cam_jax.make_mesh (jax.make_mesh makes Explicit axes unless told otherwise)"
+        )
     return int(mesh.shape[DATA] * mesh.shape[EXPERT])
 
 
@@ -88,7 +103,8 @@ def _how_to_get_more(found: list[jax.Device]) -> str:
             "(cam_jax.distributed)"
         )
     return (
-        "call jax.config.update('jax_num_cpu_devices', n) before anything else uses JAX, or append "
+        "call jax.config.update('jax_num_cpu_devices', n) before anything else uses JAX (on the "
+        "command line --cpu-devices n), or append "
         f"{DEVICE_COUNT}=n to XLA_FLAGS (do not replace what it holds) before Python starts"
         f"{_why_not_from_xla_flags(len(found))}"
     )

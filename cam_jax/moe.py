@@ -144,7 +144,7 @@ Runner = Callable[
 
 def _transport(name: str | None, policy: CapacityPolicy) -> Runner:
     """What runs ``policy``; refuses a named transport that cannot."""
-    if name is not None and name not in TRANSPORTS:
+    if name is not None and not (isinstance(name, str) and name in TRANSPORTS):
         raise PolicyError(f"transport={name!r}: expected one of {', '.join(TRANSPORTS)}, or None")
     if policy.limited and policy.overflow == "fallback":
         if name is None:

@@ -1,5 +1,6 @@
 """Element types of safetensors files, aligned host buffers, a fast test for NaN and infinity."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 
@@ -63,9 +64,10 @@ def load_dtype(dtype: str | np.dtype | type | None) -> np.dtype | None:
         if dtype in _LOAD_DTYPES:
             return DTYPES[_LOAD_DTYPES[dtype]]
     else:
-        wanted = np.dtype(dtype)
-        if wanted in (DTYPES["BF16"], DTYPES["F32"]):
-            return wanted
+        with contextlib.suppress(TypeError, ValueError):  # not a type of any kind
+            wanted = np.dtype(dtype)
+            if wanted in (DTYPES["BF16"], DTYPES["F32"]):
+                return wanted
     raise ConfigError(
         f"dtype={dtype!r} cannot be loaded to; use None (keep what the file has), 'bf16' or 'f32'."
     )

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from cam_jax.conversion.files import CONFIG
 from cam_jax.conversion.load import OpenCheckpoint, load_params, open_checkpoint
 from cam_jax.conversion.orbax import MARKER, OpenOrbax, is_orbax, load_orbax_params, open_orbax
+from cam_jax.conversion.paths import local_path
 from cam_jax.conversion.read import Progress
 from cam_jax.errors import CheckpointError
 from cam_jax.models.params import Params
@@ -26,7 +27,7 @@ def open_any(path_or_repo_id: str | Path, **hub: Any) -> OpenAny:
     Raises CheckpointError and ConfigError as those two.
     """
     if isinstance(path_or_repo_id, str | Path) and str(path_or_repo_id):
-        directory = Path(path_or_repo_id).expanduser()
+        directory = local_path(path_or_repo_id)
         if directory.is_dir() and is_orbax(directory):
             return open_orbax(directory)
         if directory.is_dir() and not (directory / CONFIG).is_file():

@@ -11,6 +11,10 @@ from cam_jax.models.config import DecoderConfig
 from cam_jax.models.registry import family_of, read_config
 
 CONFIG = "config.json"
+MARKER = "cam_jax.json"
+WEIGHTS = "weights"
+"""File and folder that make a directory an Orbax checkpoint of cam_jax."""
+
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",

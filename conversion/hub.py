@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
 )
 
 from cam_jax.conversion.files import COMPANIONS, CONFIG
+from cam_jax.conversion.paths import local_path
 from cam_jax.conversion.source import INDEX, SINGLE, TORCH_INDEX, TORCH_SINGLE
 from cam_jax.errors import CheckpointError
 
@@ -45,7 +46,7 @@ def resolve(
     if not isinstance(path_or_repo_id, str | Path) or not str(path_or_repo_id):
         raise CheckpointError(f"{path_or_repo_id!r} is no path and no hub repo id.")
     text = str(path_or_repo_id)
-    path = Path(path_or_repo_id).expanduser()
+    path = local_path(path_or_repo_id)
     if path.is_dir():
         return path.absolute()
     if path.exists():

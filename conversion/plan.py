@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cam_jax.conversion.arrays import DTYPES, WEIGHT_DTYPES
+from cam_jax.conversion.paths import real_path
 from cam_jax.conversion.source import CheckpointSource
 from cam_jax.conversion.tables import Piece, WeightTable
 from cam_jax.errors import CheckpointError
@@ -209,5 +210,8 @@ def leaf_view(arrays: Mapping[str, np.ndarray], piece: Piece) -> np.ndarray:
 
 
 def directory_of(path: str | Path) -> Path:
-    """path with `~` expanded and links followed."""
-    return Path(path).expanduser().resolve()
+    """path with `~` expanded and links followed.
+
+    Raises CheckpointError for what no directory can be called (`paths.local_path`).
+    """
+    return real_path(path)

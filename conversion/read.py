@@ -32,6 +32,9 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes total) by one thread at a time, done never falling."""
 
 
+LOAD_NONFINITE = "Load them with allow_nonfinite=True (cam-jax convert --allow-nonfinite)."
+
+
 class NonfiniteWarning(UserWarning):
     """A checkpoint with NaN or infinite weights was loaded on request."""
 
@@ -128,9 +131,7 @@ def read_regions(
             for name, (nan, inf) in sorted(bad.items())
         )
         if not allow_nonfinite:
-            raise CheckpointError(
-                f"weights that are not finite: {message}. Load them with allow_nonfinite=True."
-            )
+            raise CheckpointError(f"weights that are not finite: {message}. {LOAD_NONFINITE}")
         warnings.warn(f"weights that are not finite: {message}", NonfiniteWarning, stacklevel=2)
 
 

@@ -47,7 +47,8 @@ def save_hf(
         Each is
             asked for twice, once for its type; a lazy mapping keeps one layer's experts in memory.
         layout: one of the family's table ("per_expert", "fused"); None is the table's first.
-        companions: files to copy along (generation_config.json, tokenizer.json).
+        companions: files to copy along (generation_config.json, tokenizer.json); none may lie in
+            a directory that is to be replaced.
         max_shard_bytes: above this the weights are split into shards with an index.
         overwrite: replace a checkpoint directory that is there. Never anything else.
 
@@ -57,7 +58,8 @@ def save_hf(
     if max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes={max_shard_bytes} must be positive.")
     target = directory_of(path)
-    refuse_existing(target, overwrite)
+    companions = tuple(companions)
+    refuse_existing(target, overwrite, companions)
     config, table = describe(config_json)
     shapes = {leaf: tuple(spec.shape) for leaf, spec in param_specs(config).items()}
     dtypes = check_leaves(shapes, leaves)

@@ -12,6 +12,7 @@ import numpy as np
 
 from cam_jax.conversion.arrays import DTYPES, aligned_empty, as_bytes
 from cam_jax.conversion.header import TensorSpec, read_header, read_json
+from cam_jax.conversion.paths import local_path
 from cam_jax.conversion.torch_file import read_torch_file
 from cam_jax.errors import CheckpointError
 
@@ -75,7 +76,7 @@ class CheckpointSource:
         directory or a tensor that its shard lacks, a tensor in a shard that the index does not
         name, and a tensor held by two shards.
         """
-        directory = Path(directory)
+        directory = local_path(directory)
         if not directory.is_dir():
             raise CheckpointError(f"{directory} is not a directory.")
         for kind in _FORMATS:

@@ -11,7 +11,9 @@ import numpy as np
 
 from cam_jax.conversion.arrays import load_dtype
 from cam_jax.conversion.either import OpenAny, layout_of, open_any
+from cam_jax.conversion.files import WEIGHTS
 from cam_jax.conversion.orbax import OpenOrbax, save_orbax
+from cam_jax.conversion.paths import local_path
 from cam_jax.conversion.plan import LoadPlan, directory_of
 from cam_jax.conversion.read import Progress, check_tied, read_leaves
 from cam_jax.conversion.save import save_hf
@@ -73,7 +75,8 @@ def convert(
         dtype: None keeps every leaf's type, "bf16" or "f32" casts (not the selection bias).
         layout: how experts are stored on the way back to "hf"; None is what the model came with,
             so that every tensor has its old name and bytes.
-        overwrite: replace a checkpoint that is at dst. Never anything else.
+        overwrite: replace a checkpoint that is at dst. Never anything else, nor a directory that
+            src or a file that it links to lies in.
         allow_nonfinite: convert weights that are NaN or infinite.
         progress: called with (bytes written, bytes in all).
         revision, cache_dir, local_files_only: of the hub.
@@ -86,12 +89,15 @@ def convert(
         raise ConfigError(f"to={to!r}: expected one of {', '.join(get_args(Format))}.")
     wanted = load_dtype(dtype)
     target = directory_of(dst)
-    if directory_of(src) == target:
-        raise CheckpointError(f"{target} cannot be converted into itself; give another path.")
+    # Twice: here before a message about the target alone, below for what a hub id stands for.
+    if isinstance(src, str | Path) and str(src) and local_path(src).is_dir():
+        _refuse_source(directory_of(src), target)
     refuse_existing(target, overwrite)
     opened = open_any(
         src, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
     )
+    _refuse_source(opened.directory, target)
+    _refuse_links(opened.directory, target)
     layout = layout_of(opened) if layout is None else layout
     layouts = table_for(opened.config.family).layouts
     if layout not in layouts:
@@ -118,6 +124,34 @@ def convert(
         nbytes=sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves.values()),
         seconds=time.perf_counter() - began,
     )
+
+
+def _refuse_source(source: Path, target: Path) -> None:
+    """Raise CheckpointError if writing target would remove or spoil the source."""
+    source = directory_of(source)
+    if source == target:
+        raise CheckpointError(f"{target} cannot be converted into itself; give another path.")
+    if source.is_relative_to(target):
+        raise CheckpointError(
+            f"{target} holds the source {source}, which would be lost; give another path."
+        )
+    if target.is_relative_to(source / WEIGHTS):
+        raise CheckpointError(
+            f"{target} lies among the weights of the source {source}; give another path."
+        )
+
+
+def _refuse_links(source: Path, target: Path) -> None:
+    """Raise CheckpointError if replacing target would remove a file that the source links to."""
+    if not target.exists():
+        return
+    # Links as in a cache of the hub, whose snapshots hold nothing else.
+    for path in source.rglob("*"):
+        if path.is_symlink() and directory_of(path).is_relative_to(target):
+            raise CheckpointError(
+                f"{path} of the source is a link into {target}, where its data would be lost; "
+                "give another path."
+            )
 
 
 def lazy_leaves(

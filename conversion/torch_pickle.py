@@ -110,7 +110,7 @@ def read_state_dict(text: bytes, what: str) -> dict[str, StoredTensor]:
         found = machine.run(text)
     except (ValueError, IndexError, KeyError) as error:
         raise CheckpointError(
-            f"{what} is damaged: its pickle does not describe a state dict ({error})."
+            f"{what} is damaged: its pickle does not describe a state dict ({str(error)[:200]})."
         ) from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{what} holds a {_kind(found)}, not a state dict of tensors.")
@@ -123,14 +123,19 @@ def read_state_dict(text: bytes, what: str) -> dict[str, StoredTensor]:
 def _no_state_dict(what: str, key: Any, value: Any) -> str:
     if isinstance(value, dict):
         return (
-            f"{what} is no plain state dict: its entry {key!r} is a dictionary, as in a training "
-            f"checkpoint. If the weights are in there, save that entry alone: "
-            f"torch.save(torch.load(path, weights_only=True)[{key!r}], path)."
+            f"{what} is no plain state dict: its entry {_short(key)} is a dictionary, as in a "
+            f"training checkpoint. If the weights are in there, save that entry alone: "
+            f"torch.save(torch.load(path, weights_only=True)[{_short(key)}], path)."
         )
     return (
-        f"{what} is no plain state dict: its entry {key!r} is a {_kind(value)}. "
+        f"{what} is no plain state dict: its entry {_short(key)} is a {_kind(value)}. "
         "Save a dictionary of tensors only (model.state_dict())."
     )
+
+
+def _short(key: Any) -> str:
+    """A key for a message: the file chose it, line breaks, escapes and length included."""
+    return repr(key[:100] if isinstance(key, str) else key)
 
 
 def _kind(value: Any) -> str:
@@ -199,7 +204,7 @@ class _Machine:
             if not isinstance(key, str | int):
                 raise ValueError(f"a dictionary has a {_kind(key)} as key")
             if key in target:
-                raise ValueError(f"the key {key!r} is given twice")
+                raise ValueError(f"the key {_short(key)} is given twice")
             target[key] = value
 
     def put(self, index: int) -> None:
@@ -211,12 +216,12 @@ class _Machine:
         if text not in _ALLOWED:
             if _OTHER_TYPE.fullmatch(text):
                 raise CheckpointError(
-                    f"{self.what} holds tensors of {text}, a type that weights are not read in; "
-                    "convert them to a float type first."
+                    f"{self.what} holds tensors of {text[:100]!r}, a type that weights are not "
+                    "read in; convert them to a float type first."
                 )
             raise CheckpointError(
-                f"{self.what} asks for {text}, which is not part of a plain state dict: loading "
-                "it as a pickle would have run code. Nothing was run; get the weights as "
+                f"{self.what} asks for {text[:100]!r}, which is not part of a plain state dict: "
+                "loading it as a pickle would have run code. Nothing was run; get the weights as "
                 "safetensors from a source that you trust."
             )
         self.push(_Name(text))

@@ -99,6 +99,17 @@ class ShardingRules:
     axis_of: Mapping[str, str] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
+        pairs = self.axes
+        if not isinstance(pairs, tuple | list) or not all(
+            isinstance(pair, tuple | list)
+            and len(pair) == 2
+            and all(isinstance(part, str) for part in pair)
+            for pair in pairs
+        ):
+            raise MeshError(
+                f"sharding rules {pairs!r}: expected pairs (name of a dimension, mesh axis)"
+            )
+        object.__setattr__(self, "axes", tuple((name, axis) for name, axis in pairs))
         names = [name for name, _ in self.axes]
         known = {name for axes in AXES_OF.values() for name in axes if name is not None}
         for name, axis in self.axes:

@@ -1,9 +1,9 @@
 """`cam-jax convert SRC DST`: from one checkpoint format to another, tensor by tensor."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import Positional
+import tyro
 
 from cam_jax.cli.console import messages, write_json
 
@@ -12,18 +12,20 @@ from cam_jax.cli.console import messages, write_json
 class Options:
     """Options of `cam-jax convert`."""
 
-    src: Positional[str]
+    src: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
     """A Hugging Face directory, a hub id, or an Orbax directory of cam_jax."""
-    dst: Positional[str]
+    dst: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
     """The directory to make; complete or not there at all."""
     to: Literal["orbax", "hf"] = "orbax"
     """The format of DST."""
-    dtype: Literal["bf16", "f32"] | None = None
+    dtype: Literal["bfloat16", "float32"] | None = None
     """Cast the weights. Default: every tensor keeps its type."""
     layout: Literal["per_expert", "fused"] | None = None
     """With --to hf: how experts are stored. Default: as the model came."""
     overwrite: bool = False
     """Replace a checkpoint that is at DST."""
+    allow_nonfinite: bool = False
+    """Convert weights that are NaN or infinite."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     json: bool = False
@@ -51,6 +53,7 @@ def run(options: Options) -> None:
             dtype=options.dtype,
             layout=options.layout,
             overwrite=options.overwrite,
+            allow_nonfinite=options.allow_nonfinite,
             revision=options.revision,
             progress=progress,
         )

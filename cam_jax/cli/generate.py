@@ -141,8 +141,8 @@ def _show(options: Options, prompts: list[str], found: Any, report: Any) -> None
             }
         )
         return
-    for prompt, text in zip(prompts, found.texts, strict=True):
-        print(f"{prompt}\N{RIGHTWARDS ARROW FROM BAR}{text}\n")
+    for number, (prompt, text) in enumerate(zip(prompts, found.texts, strict=True), start=1):
+        print(f"--- {number}: {prompt}\n{text}\n")
     for note in found.notes:
         messages().print(note, style="yellow", highlight=False)
     if report is not None:

@@ -1,9 +1,9 @@
-"""`cam-jax inspect PATH`: what a checkpoint is and what it takes, without loading it."""
+"""`cam-jax inspect MODEL`: what a checkpoint is and what it takes, without loading it."""
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import Positional
+import tyro
 
 from cam_jax.cli.console import write_json
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Options:
     """Options of `cam-jax inspect`."""
 
-    path: Positional[str]
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A Hugging Face directory, a hub id, or an Orbax directory of cam_jax."""
     data: int = 1
     """Copies of the experts on the mesh that memory is told for."""
@@ -23,7 +23,7 @@ class Options:
     """Devices that share the experts out."""
     tensor: int = 1
     """Devices that share each expert, the attention heads and the vocabulary."""
-    dtype: Literal["bf16", "f32"] | None = None
+    dtype: Literal["bfloat16", "float32"] | None = None
     """The type it would be loaded in. Default: the checkpoint's."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""

@@ -84,6 +84,9 @@ COMMANDS = (
     ),
 )
 
+# Characters of an error; the longest of our own messages list a few dozen names.
+_LONGEST = 4000
+
 DESCRIPTION = """Capacity-aware Mixture-of-Experts inference in JAX.
 
 `cam-jax COMMAND --help` tells a command's options, `cam-jax --version` the version. With --json a
@@ -109,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CamError as error:
         if os.environ.get("CAM_JAX_DEBUG", "0") not in ("", "0"):
             raise
-        print(f"cam-jax: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"cam-jax: error: {_one_line(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("cam-jax: interrupted", file=sys.stderr)
@@ -118,6 +121,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has gone. Python would fail once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _one_line(message: str) -> str:
+    """On one line of bearable length, without what would steer the terminal (names from files)."""
+    line = " ".join(message.split())
+    line = "".join(c if c.isprintable() else "?" for c in line)
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
 
 
 def _run(arguments: list[str]) -> int:
@@ -136,6 +146,10 @@ def _run(arguments: list[str]) -> int:
         args=arguments[1:],
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+    # Before anything of JAX starts: over a flag that it cannot read, XLA ends the whole process.
+    from cam_jax.xla_flags import check_xla_flags
+
+    check_xla_flags()
     return module.run(options) or 0
 
 

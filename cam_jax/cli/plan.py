@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from cam_jax.cli.choices import read_expand
 from cam_jax.cli.console import messages, write_json
 from cam_jax.errors import ConfigError, InputError
+
+# Sizes beyond are typing errors: an int32 could not number their tokens.
+_LARGEST = 10**7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +97,13 @@ def run(options: Options) -> None:
     from cam_jax.planning.report import as_data, make_plan
     from cam_jax.planning.table import show
 
-    config = read_config(values)
+    try:
+        config = read_config(values)
+    except ConfigError as error:
+        raise ConfigError(f"{model}: {error}") from error
     if options.layers is not None:
+        if options.layers > config.num_layers:
+            raise InputError(f"--layers {options.layers}: the model has {config.num_layers}")
         config = dataclasses.replace(config, layers=config.layers[: options.layers])
     columns = options.length + options.new_tokens
     if columns > config.max_positions:
@@ -105,7 +114,7 @@ def run(options: Options) -> None:
     policies = [
         CapacityPolicy(
             capacity_factor=gamma,
-            expand=_expand(options.expand),
+            expand=read_expand(options.expand),
             scope=options.scope,
             group=options.group,
             overflow=options.overflow,
@@ -125,10 +134,15 @@ def run(options: Options) -> None:
         expert=options.expert,
         tensor=options.tensor,
     )
+    # As on a mesh that runs: rows that do not divide are filled up with empty ones.
+    batch = options.batch or sizes.token_devices
+    batch += -batch % sizes.token_devices
+    if options.batch not in (None, batch):
+        messages().print(f"--batch {options.batch} is filled up to {batch} sequences")
     job = Job(
         config=config,
         mesh=build_mesh(sizes, topology),
-        batch=sizes.token_devices if options.batch is None else options.batch,
+        batch=batch,
         length=options.length,
         new_tokens=options.new_tokens,
         dtype=options.dtype,
@@ -160,8 +174,10 @@ def _check_sizes(options: Options) -> None:
         ("--expert", options.expert),
         ("--tensor", options.tensor),
     ):
-        if value is not None and value < 1:
-            raise InputError(f"{flag} {value}: expected at least 1")
+        if value is not None and not 1 <= value <= _LARGEST:
+            raise InputError(f"{flag} {value}: expected 1 to {_LARGEST}")
+    if len(set(options.capacity_factor)) < len(options.capacity_factor):
+        raise InputError("--capacity-factor: a value is given twice")
     if not options.load or not all(math.isfinite(load) and load >= 1 for load in options.load):
         raise InputError(
             f"--load {' '.join(map(str, options.load))}: expected numbers of at least 1, which is "
@@ -179,13 +195,3 @@ def _prepare_jax(kind: str, chips: int) -> None:
         # Too late in a process that has used JAX already; then the devices there are count.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", chips)
-
-
-def _expand(value: str | None) -> Literal["local"] | int | None:
-    if value is None:
-        return None
-    if value == "local":
-        return "local"
-    if not value.isdecimal():
-        raise InputError(f'--expand {value!r}: expected "local" or a number of experts')
-    return int(value)

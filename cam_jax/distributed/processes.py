@@ -1,6 +1,7 @@
 """How many processes there are, which one this is, and how long they wait for each other."""
 
 import os
+import re
 from dataclasses import dataclass
 
 import jax
@@ -54,11 +55,14 @@ class Processes:
         self._check_identity()
         for name, least, most in (
             ("cpu_devices", 1, None),
-            ("start_timeout", 1, None),
+            ("start_timeout", 1, 86400),
             ("heartbeat_timeout", 2, LONGEST_TIMEOUT),
             ("shutdown_timeout", 2, LONGEST_TIMEOUT),
         ):
-            _check_number(name, getattr(self, name), least, most)
+            value = getattr(self, name)
+            if value is None and name != "cpu_devices":
+                raise DistributedError(f"{_flags([name])} None: expected a whole number")
+            _check_number(name, value, least, most)
         if self.several or self.cpu_devices is not None:
             self._check_jax()
 
@@ -92,12 +96,11 @@ class Processes:
         Raises:
             DistributedError: it is not HOST:PORT.
         """
-        host, _, port = (self.coordinator or "").rpartition(":")
-        if not host.strip("[] ") or not (port.isascii() and port.isdigit()):
-            number = 0
-        else:
-            number = int(port)
-        if not 1 <= number <= 65535 or "/" in host:
+        text = self.coordinator if isinstance(self.coordinator, str) else ""
+        host, _, port = text.rpartition(":")
+        # Five digits at most: Python refuses to read thousands of them.
+        number = int(port) if re.fullmatch("[0-9]{1,5}", port) else 0
+        if not host.strip("[]") or not 1 <= number <= 65535 or re.search(r"[/\s]", host):
             raise DistributedError(
                 f"--coordinator {self.coordinator!r}: expected HOST:PORT with a port of 1 to 65535"
             )

@@ -88,6 +88,8 @@ def start(processes: Processes) -> Running:
             message.
         MeshError: `XLA_FLAGS` that XLA would end the process over.
     """
+    if not isinstance(processes, Processes):
+        raise DistributedError(f"start takes Processes(...), got a {type(processes).__name__}")
     processes.check()
     if processes.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", processes.cpu_devices)

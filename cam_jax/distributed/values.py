@@ -10,8 +10,9 @@ from jax.experimental import multihost_utils
 
 from cam_jax.errors import DistributedError, InputError, MeshError
 
-# Bytes of a value that the others are told, for their message.
-_SHOWN = 200
+# Bytes of a value that the others are told, and characters of their message around the place where
+# two differ.
+_SHOWN, _AROUND = 4000, 60
 
 
 def is_main() -> bool:
@@ -72,11 +73,12 @@ def agree(value: Any, what: str) -> None:
     differ = [i for i, row in enumerate(table) if not np.array_equal(row[:64], table[0, :64])]
     if not differ:
         return
-    first = table[differ[0], 64:].tobytes()
+    ours, theirs = (_text(table[i, 64:].tobytes()) for i in (0, differ[0]))
+    place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
     raise DistributedError(
-        f"the processes disagree: {differ} {'differs' if len(differ) == 1 else 'differ'} from "
-        f"process 0; process 0 has {_text(table[0, 64:].tobytes())}, process {differ[0]} has "
-        f"{_text(first)}"
+        f"the processes disagree about {what}: {differ} "
+        f"{'differs' if len(differ) == 1 else 'differ'} from process 0; process 0 has "
+        f"{_around(ours, place)}, process {differ[0]} has {_around(theirs, place)}"
     )
 
 
@@ -94,6 +96,8 @@ def describe(value: Any) -> str:
 def _describe_leaf(leaf: Any) -> str:
     if isinstance(leaf, jax.Array):
         return f"{leaf.dtype}{list(leaf.shape)}"
+    if isinstance(leaf, np.ndarray) and leaf.dtype.hasobject:
+        raise InputError("agree: an array of Python objects, whose bytes are addresses in memory")
     if isinstance(leaf, np.ndarray):
         digest = hashlib.sha256(np.ascontiguousarray(leaf).tobytes()).hexdigest()[:16]
         return f"{leaf.dtype}{list(leaf.shape)}#{digest}"
@@ -102,6 +106,12 @@ def _describe_leaf(leaf: Any) -> str:
 
 def _digest(text: str) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+
+
+def _around(text: str, place: int) -> str:
+    """The part of a text around a place, with marks where something is left out."""
+    start, stop = max(0, place - _AROUND), place + _AROUND
+    return f"{'...' if start else ''}{text[start:stop]}{'...' if stop < len(text) else ''}"
 
 
 def _text(shown: bytes) -> str:

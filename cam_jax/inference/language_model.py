@@ -271,7 +271,7 @@ class LanguageModel:
             InputError: an unknown format, int8 experts, or a model that came from no checkpoint.
             CheckpointError: something is at ``path`` already, or it cannot be written.
         """
-        if format not in _WRITERS:
+        if not isinstance(format, str) or format not in _WRITERS:
             raise InputError(f"format={format!r}: expected one of {', '.join(_WRITERS)}")
         if self.config.moe is not None and self.config.moe.quantized:
             raise InputError(

@@ -14,6 +14,7 @@ from cam_jax.inference.language_model import LanguageModel
 from cam_jax.inference.origin import Origin
 from cam_jax.inference.policies import check_devices, check_policy
 from cam_jax.inference.special import SpecialTokens
+from cam_jax.xla_flags import backend_started, check_xla_flags
 
 
 def load(
@@ -49,6 +50,8 @@ def load(
     """
     if quantize not in (None, "int8"):
         raise ConfigError(f"quantize={quantize!r}: expected 'int8', or None to keep the weights")
+    if not backend_started():
+        check_xla_flags()
     opened = open_any(path_or_repo_id, revision=revision)
     config = opened.config
     check_policy(policy, config.num_moe_layers)

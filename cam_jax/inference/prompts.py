@@ -250,6 +250,13 @@ def encode(
         raise InputError(
             f"{name} is text, but this checkpoint has no tokenizer.json: give token ids instead"
         )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{name} holds {text[error.start]!r} at position {error.start}, which is no character: "
+            "it was not UTF-8 where it came from"
+        ) from error
     ids = tokenizer.encode(text).ids
     if bos_id is not None and ids[:1] == [bos_id]:
         plain = tokenizer.encode(text, add_special_tokens=False).ids

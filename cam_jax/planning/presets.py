@@ -9,7 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cam_jax.errors import ConfigError
+from cam_jax.conversion.header import read_json
+from cam_jax.errors import CheckpointError, ConfigError
 
 
 def preset_names() -> tuple[str, ...]:
@@ -36,18 +37,19 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
     Raises:
         ConfigError: there is none, or it is not a JSON object.
     """
-    file = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError as error:
+        file = path / "config.json" if path.is_dir() else path
+        there = file.is_file()
+    except (OSError, ValueError) as error:  # a name that no file can have
+        raise ConfigError(f"--config: {error}") from error
+    if not there:
         raise ConfigError(
             f"{file} does not exist: give a config.json, or a preset ({', '.join(preset_names())})"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not readable as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} must hold a JSON object, got a {type(values).__name__}")
-    return values
+        )
+    try:
+        return read_json(file)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _folder() -> Path:

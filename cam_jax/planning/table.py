@@ -31,6 +31,11 @@ def show(plan: Plan, console: Console) -> None:
         console.print(note, style="dim", highlight=False)
 
 
+def _at_least(program: CompiledProgram) -> str:
+    """A mark where loops whose trips follow the load were counted once."""
+    return "≥ " if program.costs is not None and program.costs.unknown_loops else ""
+
+
 def notes(plan: Plan) -> Iterator[str]:
     """What is assumed, with sources."""
     for column in plan.columns:
@@ -56,7 +61,8 @@ def notes(plan: Plan) -> Iterator[str]:
     }
     if loops:
         yield (
-            f"Counted once, as their trips depend on the load: loops at {', '.join(sorted(loops))}."
+            "≥: without what is in loops whose trips depend on the load, which are counted once: "
+            f"{', '.join(sorted(loops))}."
         )
     chip = plan.topology.name.chip
     if chip is None:
@@ -93,7 +99,7 @@ def _table(plan: Plan, phase: str, title: str) -> Table:
     row("temporaries", lambda p: _gb(p.memory.temporaries if p.memory else 0))
     row("code, padding, other", lambda p: _gb(p.memory.other if p.memory else 0))
     row(f"HBM in all{limit}", lambda p: _fit(p, chip.hbm_bytes if chip else None), end=True)
-    row("TFLOP", lambda p: f"{p.costs.flops / 1e12:.3g}" if p.costs else "-")
+    row("TFLOP", lambda p: f"{_at_least(p)}{p.costs.flops / 1e12:.3g}" if p.costs else "-")
     row("HBM traffic", lambda p: _gb(p.costs.hbm_bytes) if p.costs else "-")
     for key in _traffic_keys(plan, phase):
         row(_traffic_name(*key), partial(_traffic, plan, key))

@@ -28,6 +28,9 @@ _ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Chips of one pod, as in `chips`' sources; of CPU devices, more than anybody compiles for.
+_LARGEST = MappingProxyType({"v4": 4096, "v5e": 256, "v5p": 8960, "v6e": 256, CPU: 1024})
+
 # How the cloud calls a slice: generation, then its number of cores (v4, v5p) or chips.
 _ACCELERATOR = MappingProxyType(
     {"v4": ("v4", 2), "v5e": ("v5litepod", 1), "v5p": ("v5p", 2), "v6e": ("v6e", 1)}
@@ -100,6 +103,11 @@ def read_topology(name: str) -> TopologyName:
         raise ConfigError(
             f"topology {name!r} has {len(shape)} dimensions, {kind} pods have "
             f"{CHIPS[kind].dimensions}: {example}"
+        )
+    largest = _LARGEST[kind]
+    if math.prod(shape) > largest:
+        raise ConfigError(
+            f"topology {name!r} has {math.prod(shape)} devices: {kind} has at most {largest}"
         )
     return TopologyName(name=name, kind=kind, shape=shape)
 

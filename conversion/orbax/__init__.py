@@ -5,7 +5,7 @@ Orbax checkpoints of a few leaves each, and `cam_jax.json`, which says which lea
 leaves at a time, because Orbax holds all arrays of one checkpoint in memory while it writes.
 """
 
-from cam_jax.conversion.orbax.index import MARKER
+from cam_jax.conversion.files import MARKER
 from cam_jax.conversion.orbax.load import load_orbax_params
 from cam_jax.conversion.orbax.open import OpenOrbax, is_orbax, open_orbax
 from cam_jax.conversion.orbax.save import save_orbax

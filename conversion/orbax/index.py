@@ -1,6 +1,7 @@
 """`cam_jax.json`: which leaf is in which part, and how long every file has to be."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from cam_jax.conversion.arrays import DTYPES, NAMES, WEIGHT_DTYPES
+from cam_jax.conversion.files import MARKER, WEIGHTS
 from cam_jax.conversion.header import read_json
 from cam_jax.conversion.writing import write_json
 from cam_jax.errors import CheckpointError
 
-MARKER = "cam_jax.json"
-WEIGHTS = "weights"
 FORMAT = "cam_jax.orbax"
 VERSION = 1
 
@@ -73,9 +73,10 @@ class Index:
         values = read_json(path)
         if values.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format={values.get('format')!r}, not {FORMAT!r}.")
-        if values.get("version") != VERSION:
+        version = values.get("version")
+        if type(version) is not int or version != VERSION:  # true and 1.0 equal 1 to Python
             raise CheckpointError(
-                f"{path} has version={values.get('version')!r}, this cam_jax reads {VERSION}: "
+                f"{path} has version={version!r}, this cam_jax reads {VERSION}: "
                 "convert the checkpoint again, or use the cam_jax that wrote it."
             )
         return cls(
@@ -103,7 +104,7 @@ def list_files(directory: Path) -> dict[str, int]:
 
 
 def wrong_files(directory: Path, files: Mapping[str, int]) -> Iterator[str]:
-    """A line for every file that is missing or of another length than the index says."""
+    """A line for every file that is missing, left over, or of another length than files says."""
     for name, size in files.items():
         try:
             found = (directory / name).stat().st_size
@@ -112,6 +113,9 @@ def wrong_files(directory: Path, files: Mapping[str, int]) -> Iterator[str]:
             continue
         if found != size:
             yield f"{name} has {found} bytes, {MARKER} says {size}"
+    for name in list_files(directory):
+        if name not in files:
+            yield f"{name[:100]!r} is left over, {MARKER} does not name it"
 
 
 def _object(path: Path, values: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -135,15 +139,23 @@ def _leaf(path: Path, name: str, entry: Any) -> StoredLeaf:
     shape, dtype, part = (entry.get(key) for key in ("shape", "dtype", "part"))
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise CheckpointError(f"{where} has the impossible shape {shape!r}.")
-    if dtype not in WEIGHT_DTYPES:
+    if not isinstance(dtype, str) or dtype not in WEIGHT_DTYPES:
         raise CheckpointError(f"{where} has the impossible dtype {dtype!r}.")
     # A part is one folder of weights/: nothing outside of the checkpoint is ever read.
-    if not isinstance(part, str) or not part.isdigit():
+    if not isinstance(part, str) or not re.fullmatch("[0-9]+", part):
         raise CheckpointError(f"{where} has the impossible part {part!r}.")
     return StoredLeaf(shape=tuple(shape), dtype=DTYPES[dtype], part=part)
 
 
 def _size(path: Path, name: str, size: Any) -> int:
-    if type(size) is not int or size < 0 or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise CheckpointError(f"{path}: file {name!r} with {size!r} bytes cannot be.")
+    if type(size) is not int or size < 0:
+        raise CheckpointError(f"{path}: file {name[:100]!r} with {size!r} bytes cannot be.")
+    parts = name.split("/")
+    below = len(parts) > 1 and parts[0] == WEIGHTS and not {"", ".", ".."} & set(parts)
+    # Backslashes are separators on some systems, NUL is in no name of a file.
+    if not below or "\\" in name or not name.isprintable():
+        raise CheckpointError(
+            f"{path}: file {name[:100]!r} cannot be: every file that it names lies below "
+            f"{WEIGHTS}/."
+        )
     return size

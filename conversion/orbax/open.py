@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from cam_jax.conversion.arrays import aligned_empty, has_nonfinite
-from cam_jax.conversion.files import companions, read_directory
-from cam_jax.conversion.orbax.index import MARKER, WEIGHTS, Index, StoredLeaf, wrong_files
+from cam_jax.conversion.files import MARKER, WEIGHTS, companions, read_directory
+from cam_jax.conversion.orbax.index import Index, StoredLeaf, wrong_files
 from cam_jax.conversion.orbax.parts import PartReader
+from cam_jax.conversion.paths import local_path
 from cam_jax.conversion.plan import SHOWN
-from cam_jax.conversion.read import Region, whole
+from cam_jax.conversion.read import LOAD_NONFINITE, Region, whole
 from cam_jax.errors import CheckpointError
 from cam_jax.models.config import DecoderConfig
 from cam_jax.models.params import param_specs
@@ -53,13 +54,15 @@ class OpenOrbax:
     def read_region(self, region: Region, *, allow_nonfinite: bool = False) -> None:
         """Fill region.out with a box of a leaf, reading the chunks that it touches and no others.
 
-        Raises CheckpointError: data that is damaged, or values that are not finite.
+        Raises CheckpointError: data that is damaged or not what `cam_jax.json` says, or values that
+        are not finite.
         """
+        self._check_stored(region.leaf)  # the reader would cast from whatever type lies there
         self._reader.read(self._part(region.leaf), region)
         if not allow_nonfinite and has_nonfinite(region.out):
             raise CheckpointError(
-                f"{self.directory}: leaf {region.leaf!r} holds NaN or infinite values. Load them "
-                "with allow_nonfinite=True."
+                f"{self.directory}: leaf {region.leaf!r} holds NaN or infinite values. "
+                f"{LOAD_NONFINITE}"
             )
 
     def read_leaf(
@@ -77,13 +80,18 @@ class OpenOrbax:
 
         Raises CheckpointError for the first leaf that differs or cannot be opened.
         """
-        for path, leaf in self.leaves.items():
-            shape, dtype = self._reader.stored(self._part(path), path)
-            if (shape, dtype) != (leaf.shape, leaf.dtype):
-                raise CheckpointError(
-                    f"{self._part(path)}: leaf {path!r} is {dtype}{list(shape)}, {MARKER} says "
-                    f"{leaf.dtype}{list(leaf.shape)}."
-                )
+        for path in self.leaves:
+            self._check_stored(path)
+
+    def _check_stored(self, path: str) -> None:
+        leaf = self.leaves[path]
+        shape, dtype = self._reader.stored(self._part(path), path)
+        if (shape, dtype) != (leaf.shape, leaf.dtype):
+            raise CheckpointError(
+                f"{self._part(path)}: leaf {path!r} is {dtype}{list(shape)}, {MARKER} says "
+                f"{leaf.dtype}{list(leaf.shape)}. One of them was changed: make the checkpoint "
+                "again."
+            )
 
     def _part(self, path: str) -> Path:
         return self.directory / WEIGHTS / self.leaves[path].part
@@ -100,10 +108,14 @@ def is_orbax(directory: Path) -> bool:
 def open_orbax(path: str | Path) -> OpenOrbax:
     """Check a directory that `save_orbax` made, reading no weights.
 
-    Raises CheckpointError (no such directory, not made by `save_orbax`, files missing or cut short,
-    leaves that do not fit the config) and ConfigError (unknown model_type or option).
+    Names and lengths of all files have to be those that were written; their contents are not
+    check-summed. A leaf whose stored shape or type is another one is refused when it is read (or by
+    `check_stored`), changed numbers of the right type and length are not noticed.
+
+    Raises CheckpointError (no such directory, not made by `save_orbax`, files missing, left over or
+    cut short, leaves that do not fit the config) and ConfigError (unknown model_type or option).
     """
-    directory = Path(path).expanduser().absolute()
+    directory = local_path(path).absolute()
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory.")
     if not (directory / MARKER).is_file():
@@ -126,7 +138,7 @@ def open_orbax(path: str | Path) -> OpenOrbax:
         )
     shapes = {leaf: tuple(spec.shape) for leaf, spec in param_specs(config).items()}
     faults = [f"{leaf} is missing" for leaf in shapes if leaf not in index.leaves]
-    faults += [f"{leaf} is left over" for leaf in index.leaves if leaf not in shapes]
+    faults += [f"{leaf[:100]!r} is left over" for leaf in index.leaves if leaf not in shapes]
     faults += [
         f"{leaf} is {list(index.leaves[leaf].shape)}, the config gives {list(shape)}"
         for leaf, shape in shapes.items()

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cam_jax.conversion.files import CONFIG, describe
-from cam_jax.conversion.orbax.index import WEIGHTS, Index, StoredLeaf, list_files
+from cam_jax.conversion.files import CONFIG, WEIGHTS, describe
+from cam_jax.conversion.orbax.index import Index, StoredLeaf, list_files
 from cam_jax.conversion.orbax.parts import write_part
 from cam_jax.conversion.plan import directory_of
 from cam_jax.conversion.read import Progress
@@ -41,7 +41,8 @@ def save_orbax(
             any mesh of this process). Each is asked for twice, once for its type; a lazy mapping
             keeps one leaf, or PART_BYTES of small ones, in memory.
         layout: how the Hugging Face checkpoint stored experts; None is the table's first.
-        companions: files to copy along (generation_config.json, tokenizer.json).
+        companions: files to copy along (generation_config.json, tokenizer.json); none may lie in
+            a directory that is to be replaced.
         overwrite: replace a checkpoint directory that is there. Never anything else.
         progress: called after each part with the bytes written.
 
@@ -49,7 +50,8 @@ def save_orbax(
     not match the config, disk full.
     """
     target = directory_of(path)
-    refuse_existing(target, overwrite)
+    companions = tuple(companions)
+    refuse_existing(target, overwrite, companions)
     config, table = describe(config_json)
     layout = layout or next(iter(table.layouts))
     if layout not in table.layouts:
@@ -70,12 +72,13 @@ def save_orbax(
             progress(0, total)
         for part in dict.fromkeys(leaf.part for leaf in stored.values()):
             own = [name for name, leaf in stored.items() if leaf.part == part]
+            # Before the try: an error of reading the source is not one of writing.
+            arrays = {name: np.asarray(leaves[name]) for name in own}
             try:
-                write_part(
-                    temporary / WEIGHTS / part, {name: np.asarray(leaves[name]) for name in own}
-                )
+                write_part(temporary / WEIGHTS / part, arrays)
             except CheckpointError as error:
                 raise CheckpointError(f"{target} cannot be written: {error}") from error
+            del arrays  # or two parts were in memory while the next one is read
             done += sum(stored[name].nbytes for name in own)
             if progress is not None:
                 progress(done, total)

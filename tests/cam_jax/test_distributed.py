@@ -58,6 +58,8 @@ def launch(
         ({"coordinator": "a:70000", "num_processes": 2, "process_id": 0}, "1 to 65535"),
         ({"coordinator": "http://a:1", "num_processes": 2, "process_id": 0}, "HOST:PORT"),
         ({"distributed": True, "process_id": 0}, "leave --process-id out"),
+        ({"coordinator": "a b:1", "num_processes": 2, "process_id": 0}, "HOST:PORT"),
+        ({"coordinator": "a:" + "9" * 5000, "num_processes": 2, "process_id": 0}, "HOST:PORT"),
         ({"cpu_devices": 0}, "--cpu-devices 0"),
         ({"start_timeout": 0}, "--start-timeout 0"),
         ({"heartbeat_timeout": 31}, "2 to 30"),
@@ -67,6 +69,19 @@ def launch(
 def test_options_that_cannot_be_are_refused_at_once(options, said):
     with pytest.raises(DistributedError, match=said):
         start(Processes(**options))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_values_of_a_wrong_type_are_refused():
+    for wrong in (None, 3, Processes):
+        with pytest.raises(DistributedError, match="start takes Processes"):
+            start(wrong)
+    with pytest.raises(DistributedError, match="--heartbeat-timeout None"):
+        start(Processes(heartbeat_timeout=None))
+    with pytest.raises(DistributedError, match="HOST:PORT"):
+        start(Processes(coordinator=5, num_processes=2, process_id=0))
+    with pytest.raises(InputError, match="addresses in memory"):
+        agree(np.array([object()]), "w")
 
 
 def test_addresses():

@@ -63,15 +63,20 @@ def test_gradients_of_rows_equal_those_of_buffers(weights, rows):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), actual, expected)
 
 
-def test_the_lowering_for_tpu_computes_the_same(weights, rows):
+@pytest.mark.parametrize("few", [0, ROWS], ids=["ragged", "by all experts"])
+def test_the_lowering_for_tpu_computes_the_same(few, weights, rows, monkeypatch):
+    monkeypatch.setattr(experts_module, "_FEW_ROWS", few)
     args = (rows, weights.gate, weights.up, weights.down, jnp.asarray(SIZES, jnp.int32))
     np.testing.assert_allclose(
-        jax.jit(experts_module._rows_ragged)(*args),
+        jax.jit(lambda *args: experts_module._rows_ragged(*args))(*args),
         jax.jit(experts_module._rows_blocked)(*args),
         atol=1e-5,
     )
+    broken = rows.at[5].set(jnp.nan)
+    out = jax.jit(lambda *args: experts_module._rows_ragged(*args))(broken, *args[1:])
+    assert np.isfinite(np.delete(out, 5, 0)).all()
     grad = jnp.ones_like(rows)
-    ragged = jax.jit(experts_module._rows_ragged_backward)(*args, grad)
+    ragged = jax.jit(lambda *args: experts_module._rows_ragged_backward(*args))(*args, grad)
     blocked = jax.jit(experts_module._rows_blocked_backward)(*args, grad)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ragged, blocked)
 

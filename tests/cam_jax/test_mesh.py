@@ -1,8 +1,9 @@
 """Meshes: their axes, their types, and what is said when one cannot be built."""
 
 import jax
+import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 from cam_jax import make_mesh
 from cam_jax.errors import MeshError
@@ -58,3 +59,18 @@ def test_what_is_no_mesh_is_refused():
 def test_a_foreign_mesh_is_refused():
     with pytest.raises(MeshError, match="use cam_jax"):
         token_devices(jax.make_mesh((2,), ("x",), (AxisType.Auto,)))
+
+
+def test_axes_that_are_not_auto_are_refused(devices):
+    explicit = Mesh(np.array(devices).reshape(1, 8, 1), AXES, axis_types=(AxisType.Explicit,) * 3)
+    with pytest.raises(MeshError, match=r"Explicit.*use cam_jax\.make_mesh"):
+        token_devices(explicit)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_devices_that_are_none_are_refused(devices):
+    for wrong in ("abc", 3, [1, 2]):
+        with pytest.raises(MeshError, match="expected a list of JAX's devices"):
+            make_mesh(devices=wrong)
+    with pytest.raises(MeshError, match="named twice"):
+        make_mesh(expert=2, devices=[devices[0]] * 2)

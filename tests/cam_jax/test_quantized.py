@@ -89,13 +89,15 @@ def test_results_and_gradients_are_those_of_the_dequantised(of, dtype, weights, 
         )
 
 
-def test_the_lowering_for_tpu_computes_the_same(weights, rows):
+@pytest.mark.parametrize("few", [0, 256], ids=["ragged", "by all experts"])
+def test_the_lowering_for_tpu_computes_the_same(few, weights, rows, monkeypatch):
+    monkeypatch.setattr(experts_module, "_FEW_ROWS", few)
     args = (rows, weights.gate, weights.up, weights.down, SIZES)
-    ragged = jax.jit(experts_module._rows_ragged)(*args)
+    ragged = jax.jit(lambda *args: experts_module._rows_ragged(*args))(*args)
     blocked = jax.jit(experts_module._rows_blocked)(*args)
     np.testing.assert_allclose(ragged, blocked, atol=1e-5)
     grad = jnp.ones_like(rows)
-    (ragged,) = jax.jit(experts_module._rows_ragged_backward)(*args, grad)
+    (ragged,) = jax.jit(lambda *args: experts_module._rows_ragged_backward(*args))(*args, grad)
     (blocked,) = jax.jit(experts_module._rows_blocked_backward)(*args, grad)
     np.testing.assert_allclose(ragged, blocked, atol=1e-5)
 

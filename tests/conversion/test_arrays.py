@@ -1,5 +1,7 @@
 """Types, alignment and the bit-pattern test for NaN and infinity."""
 
+from typing import Any
+
 import hypothesis
 import hypothesis.strategies as st
 import ml_dtypes
@@ -71,3 +73,10 @@ def test_load_dtype() -> None:
     for wrong in ("fp8", "float16", np.float16):
         with pytest.raises(ConfigError, match="dtype="):
             load_dtype(wrong)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("wrong", [3, object(), ["f32"], b"bf16", (), {"a": 1}])
+def test_load_dtype_of_no_type_at_all(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="dtype="):
+        load_dtype(wrong)

@@ -272,13 +272,62 @@ def test_values_that_are_not_finite(tiny: tuple[Path, Path], tmp_path: Path) -> 
         ({"leaves": {"embed": {"shape": [11, -8], "dtype": "BF16", "part": "0"}}}, ["shape"]),
         ({"leaves": {"embed": {"shape": [11, 8], "dtype": "I8", "part": "0"}}}, ["I8"]),
         ({"leaves": {"embed": {"shape": [11, 8], "dtype": "BF16", "part": "0"}}}, ["missing"]),
+        ({"version": True}, ["version=True"]),
+        ({"version": 1.0}, ["version=1.0"]),
+        ({"leaves": {"embed": {"shape": [11, 8], "dtype": ["F32"], "part": "0"}}}, ["['F32']"]),
+        ({"leaves": {"embed": {"shape": [11, 8], "dtype": {}, "part": "0"}}}, ["dtype {}"]),
+        ({"leaves": {"embed": {"shape": [11, 8], "dtype": "BF16", "part": "²"}}}, ["part '²'"]),
+        ({"leaves": {"embed": {"shape": [11, 8], "dtype": "BF16", "part": "٣"}}}, ["part '٣'"]),
         ({"files": {"../x": 3}}, ["../x"]),
+        ({"files": {"weights/../config.json": 3}}, ["'weights/../config.json'", "below weights/"]),
+        ({"files": {"/weights/x": 3}}, ["'/weights/x'", "below weights/"]),
+        ({"files": {"weights": 3}}, ["'weights'", "below weights/"]),
+        ({"files": {"config.json": 3}}, ["'config.json'", "below weights/"]),
+        ({"files": {"weights/a\0": 3}}, [r"'weights/a\x00'"]),
+        ({"files": {"weights/a": True}}, ["'weights/a' with True bytes"]),
+        ({"files": {"weights/" + "a" * 5000: 3}}, ["is missing"]),
     ],
 )
 def test_edited_marker(tiny: tuple[Path, Path], change: dict[str, Any], words: list[str]) -> None:
     marker = tiny[1] / MARKER
     marker.write_text(json.dumps({**json.loads(marker.read_text()), **change}))
     damaged(tiny[1], *words)
+
+
+def test_files_that_are_left_over(tiny: tuple[Path, Path]) -> None:
+    (tiny[1] / "weights" / "extra").touch()
+    damaged(tiny[1], "'weights/extra' is left over")
+
+
+def test_a_file_that_the_marker_no_longer_names(tiny: tuple[Path, Path]) -> None:
+    marker = tiny[1] / MARKER
+    values = json.loads(marker.read_text())
+    name = largest(tiny[1]).relative_to(tiny[1]).as_posix()
+    del values["files"][name]
+    marker.write_text(json.dumps(values))
+    damaged(tiny[1], f"'{name}' is left over")
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16"])
+def test_edited_types_do_not_load(tiny: tuple[Path, Path], dtype: str) -> None:
+    marker = tiny[1] / MARKER
+    values = json.loads(marker.read_text())
+    values["leaves"]["embed"]["dtype"] = dtype
+    marker.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=r"'embed' is bfloat16\[11, 8\]"):
+        open_orbax(tiny[1]).read_leaf("embed", dtype=np.dtype(np.float32))
+
+
+def test_edited_shapes_do_not_load(tiny: tuple[Path, Path]) -> None:
+    marker = tiny[1] / MARKER
+    values = json.loads(marker.read_text())
+    for leaf in values["leaves"].values():
+        if leaf["shape"] == [11, 8]:
+            leaf["shape"] = [10, 8]
+    marker.write_text(json.dumps(values))
+    (tiny[1] / "config.json").write_text(json.dumps(tiny_config(vocab_size=10)))
+    with pytest.raises(CheckpointError, match=r"'embed' is bfloat16\[11, 8\].*\[10, 8\]"):
+        open_orbax(tiny[1]).read_leaf("embed")
 
 
 def test_edited_types_are_found_without_reading_weights(tiny: tuple[Path, Path]) -> None:

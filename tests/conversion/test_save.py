@@ -196,13 +196,13 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, Any], dict[str, np.ndarray]]:
 
 def test_refuses_to_overwrite_unless_told(saved: Any, tmp_path: Path) -> None:
     directory, config, leaves = saved
-    (directory / "old.txt").touch()
+    (directory / "LICENSE.old").touch()
     with pytest.raises(CheckpointError, match=r"exists; .*overwrite=True"):
         save_hf(directory, config, leaves)
-    assert (directory / "old.txt").exists()
+    assert (directory / "LICENSE.old").exists()
     changed = {**leaves, "final_norm": np.ones_like(leaves["final_norm"])}
     save_hf(directory, config, changed, overwrite=True)
-    assert not (directory / "old.txt").exists()
+    assert not (directory / "LICENSE.old").exists()
     assert (contents(directory)["model.norm.weight"] == 1).all()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 

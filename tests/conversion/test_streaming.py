@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,9 +153,51 @@ def test_weights_that_are_not_finite(tmp_path: Path) -> None:
     tensors = tiny_tensors()
     tensors["model.norm.weight"][0] = np.nan
     source = write_checkpoint(tmp_path / "a", tensors)
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
-        convert(source, tmp_path / "b")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight") as caught:
+        convert(source, tmp_path / "new" / "b")
+    # The source is at fault, not the writing.
+    assert "cannot be written" not in str(caught.value)
+    assert "allow_nonfinite=True" in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+def test_a_target_that_holds_the_source(source: Path, tmp_path: Path) -> None:
+    outer = write_checkpoint(tmp_path / "outer", tiny_tensors())
+    inner = outer / "inner"
+    shutil.copytree(source, inner)
+    link = tmp_path / "link"
+    link.symlink_to(inner)
+    for src in (inner, link):
+        for dst in (outer, tmp_path, inner / ".."):
+            with pytest.raises(CheckpointError, match=r"holds the source .* would be lost"):
+                convert(src, dst, overwrite=True)
+    assert open_checkpoint(inner)
+
+
+def test_a_target_that_holds_files_of_the_source(source: Path, tmp_path: Path) -> None:
+    links = tmp_path / "links"
+    links.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (links / name).symlink_to(source / name)
+    with pytest.raises(CheckpointError, match="is a link into"):
+        convert(links, source, overwrite=True)
+    assert open_checkpoint(links)
+
+
+def test_a_target_among_the_weights_of_the_source(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "b")
+    with pytest.raises(CheckpointError, match="among the weights"):
+        convert(tmp_path / "b", tmp_path / "b" / "weights" / "c")
+    assert open_any(tmp_path / "b")
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("path", ["", "a\0b", "a" * 5000, "b/" * 5000, "~nobody-of-that-name/x", 3])
+def test_paths_that_cannot_be(source: Path, path: Any) -> None:
+    for src, dst in ((path, source.parent / "new"), (source, path)):
+        with pytest.raises(CheckpointError) as caught:
+            convert(src, dst)
+        assert len(str(caught.value)) < 300
 
 
 # Interrupted.

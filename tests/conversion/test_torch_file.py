@@ -19,6 +19,7 @@ import pytest
 from cam_jax.conversion import load_checkpoint, torch_file
 from cam_jax.conversion.source import CheckpointSource
 from cam_jax.conversion.torch_file import read_torch_file
+from cam_jax.conversion.torch_pickle import read_state_dict
 from cam_jax.errors import CheckpointError
 from tests.conversion.checkpoints import (
     BF16,
@@ -216,6 +217,23 @@ def trap(tmp_path: Path) -> Path:
 def test_the_exploit_works_on_plain_pickle(trap: Path) -> None:
     pickle.loads(pickle.dumps(Exploit(os.mkdir, str(trap))))
     assert trap.exists()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"cos\x1b[31m" + b"x" * 5000 + b"\n.",
+        b"ctorch\n" + b"float8" + b"x" * 5000 + b"\n.",
+        b"\x80\x02}X\x88\x13\x00\x00" + b"\x1b" * 5000 + b"K\x01s.",
+        b"\x80\x02}X\x88\x13\x00\x00" + b"\x1b" * 5000 + b"}s.",
+        b"\x80\x02}(" + (b"X\x88\x13\x00\x00" + b"\x1b" * 5000 + b"K\x01") * 2 + b"u.",
+    ],
+)
+def test_names_in_messages_are_short_and_escaped(code: bytes) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_state_dict(code, "file")
+    message = str(caught.value)
+    assert len(message) < 1200 and message.isprintable()
 
 
 @pytest.mark.parametrize("protocol", range(6))

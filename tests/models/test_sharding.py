@@ -174,6 +174,20 @@ def test_rules_that_cannot_hold_are_refused(axes, words):
         ShardingRules(axes=axes)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("axes", [None, 5, {"vocab": "tensor"}, (("vocab",),), ((["a"], "b"),)])
+def test_rules_of_a_wrong_type_are_refused(axes):
+    with pytest.raises(MeshError, match="expected pairs"):
+        ShardingRules(axes=axes)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_rules_can_be_hashed():
+    assert hash(ShardingRules(axes=[["vocab", "tensor"]])) == hash(
+        ShardingRules(axes=(("vocab", "tensor"),))
+    )
+
+
 def test_a_parameter_without_a_rule_is_refused(mesh):
     sizes = dimension_sizes(tiny("mixtral"), mesh)
     with pytest.raises(MeshError, match=r"no sharding rule matches the parameter 'attn\.new'"):

@@ -1,14 +1,19 @@
 """`cam-jax convert` and `cam-jax inspect`: clean output, exit codes, the bar on standard error."""
 
+import io
 import json
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
+from rich.console import Console
 
 from cam_jax.cli import main as cli
 from cam_jax.cli import progress
 from cam_jax.conversion import streaming as module
+from cam_jax.conversion.read import NonfiniteWarning
+from tests.conversion.checkpoints import tiny_tensors, write_checkpoint
 
 
 @pytest.fixture
@@ -26,7 +31,7 @@ def test_there_back_and_described(
     assert (found["from"], found["to"], found["family"]) == ("hf", "orbax", "mixtral")
     assert found["bytes"] > 0 and found["peak_rss_bytes"] >= found["start_rss_bytes"]
     assert "converting" in err and "kB" in err
-    assert cli.main(["convert", orbax, back, "--to", "hf", "--dtype", "f32"]) == 0
+    assert cli.main(["convert", orbax, back, "--to", "hf", "--dtype", "float32"]) == 0
     out, err = capsys.readouterr()
     assert out == "" and back in err
     assert cli.main(["inspect", back, "--json", "--tensor", "2"]) == 0
@@ -44,7 +49,21 @@ def test_errors_come_without_a_bar(
     assert cli.main(["inspect", str(tmp_path)]) == 2
     assert cli.main(["inspect", source, "--expert", "99"]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("cam-jax: error:") == 3 and "converting" not in err
+    assert out == "" and "converting" not in err
+    assert [line.startswith("cam-jax: error:") for line in err.splitlines()] == [True] * 3
+
+
+def test_weights_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = tiny_tensors()
+    tensors["model.norm.weight"][0] = np.nan
+    source = str(write_checkpoint(tmp_path / "a", tensors))
+    target = tmp_path / "new" / "b"
+    assert cli.main(["convert", source, str(target)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("cam-jax: error: weights that are not finite")
+    assert "--allow-nonfinite" in err and not target.parent.exists()
+    with pytest.warns(NonfiniteWarning):
+        assert cli.main(["convert", source, str(target), "--allow-nonfinite"]) == 0
 
 
 def test_interrupted(
@@ -61,7 +80,8 @@ def test_interrupted(
 
     monkeypatch.setattr(module, "save_orbax", interrupted)
     assert cli.main(["convert", source, str(tmp_path / "o")]) == 130
-    assert list(tmp_path.iterdir()) == [] and "interrupted" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err == "cam-jax: interrupted\n"
 
 
 def test_bar_tells_bytes_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,4 +90,18 @@ def test_bar_tells_bytes_and_time_left(capsys: pytest.CaptureFixture[str]) -> No
         update(0, 2_000_000)
         update(1_000_000, 2_000_000)
     err = capsys.readouterr().err
-    assert "reading" in err and "1.0/2.0 MB" in err and "left" in err
+    assert err.count("reading") == 1 and "1.0/2.0 MB" in err and "left" in err
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_nothing_of_a_bar_stays_on_a_terminal(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, force_interactive=True, width=80)
+    monkeypatch.setattr(progress, "messages", lambda: console)
+    with pytest.raises(ValueError, match="stop"), progress.byte_bar("reading") as update:
+        for _ in range(calls):
+            update(0, 2_000_000)
+        raise ValueError("stop")
+    assert ("reading" in text.getvalue()) == bool(calls)
+    # The last thing that is written takes the line away.
+    assert text.getvalue().endswith("\x1b[2K" if calls else "")

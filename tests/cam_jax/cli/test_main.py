@@ -148,3 +148,20 @@ def test_as_a_process(tmp_path):
     done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "p"
     assert done.stderr == ""
+
+
+def test_what_a_file_says_cannot_steer_the_terminal(command, capsys):
+    def run(options):
+        raise InputError("name \x1b[31m\x07 " + "x" * 10_000)
+
+    command(run)
+    assert cli.main(["try"]) == 2
+    line = capsys.readouterr().err
+    assert "\x1b" not in line and "\x07" not in line and len(line) < 5000
+
+
+def test_flags_that_xla_would_abort_over_are_refused_first(command, capsys, monkeypatch):
+    command(lambda options: 0)
+    monkeypatch.setenv("XLA_FLAGS", "\u2013xla_force_host_platform_device_count=8")
+    assert cli.main(["try"]) == 2
+    assert "append to what the variable holds" in capsys.readouterr().err

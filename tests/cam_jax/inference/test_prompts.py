@@ -151,3 +151,8 @@ def test_aligning_moves_tokens_and_nothing_else(mask, side):
             assert solid.tolist() == expected.tolist()
     if side == "left":
         assert batch.unalign(moved.ids).tolist() == batch.ids.tolist()
+
+
+def test_bytes_that_are_no_character_are_refused():
+    with pytest.raises(InputError, match=r"prompts\[1\] holds .* at position 1"):
+        read(["ab", "a\udcffb"], tokenizer=byte_tokenizer())

@@ -45,10 +45,10 @@ def test_files(tmp_path):
         read_config_file(tmp_path)
     file = tmp_path / "config.json"
     file.write_text("{")
-    with pytest.raises(ConfigError, match="not readable as JSON"):
+    with pytest.raises(ConfigError, match="is not valid JSON"):
         read_config_file(file)
     file.write_text("[1]")
-    with pytest.raises(ConfigError, match="must hold a JSON object"):
+    with pytest.raises(ConfigError, match="not a JSON object"):
         read_config_file(file)
     file.write_text(json.dumps({"model_type": "mixtral"}))
     assert read_config_file(tmp_path) == read_config_file(file) == {"model_type": "mixtral"}

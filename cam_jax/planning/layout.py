@@ -36,21 +36,10 @@ class MeshSizes:
 
 
 def build_mesh(sizes: MeshSizes, topology: Topology) -> Mesh:
-    """The mesh of all chips of a topology.
-
-    Raises:
-        MeshError: the sizes cannot be laid out on the slice's dimensions.
-    """
-    try:
-        return make_mesh(
-            data=sizes.data, expert=sizes.expert, tensor=sizes.tensor, devices=topology.devices
-        )
-    except NotImplementedError as error:
-        # JAX does not divide a dimension of a 3D torus between two mesh axes.
-        raise MeshError(
-            f"data={sizes.data} x expert={sizes.expert} x tensor={sizes.tensor} cannot be laid out "
-            f"on {topology.name.name}: each size must be a product of some of its dimensions"
-        ) from error
+    """The mesh of all chips of a topology."""
+    return make_mesh(
+        data=sizes.data, expert=sizes.expert, tensor=sizes.tensor, devices=topology.devices
+    )
 
 
 def choose_sizes(

@@ -74,3 +74,16 @@ def test_devices_that_are_none_are_refused(devices):
             make_mesh(devices=wrong)
     with pytest.raises(MeshError, match="named twice"):
         make_mesh(expert=2, devices=[devices[0]] * 2)
+
+
+def test_a_torus_is_divided_where_no_whole_axis_fits(devices, monkeypatch):
+    """JAX refuses tensor=2 on chips of 4x4x4; the devices are then ordered all the same."""
+
+    def refuse(*args, **options):
+        raise NotImplementedError("no physical axis of that size")
+
+    monkeypatch.setattr(jax, "make_mesh", refuse)
+    mesh = make_mesh(data=2, expert=2, tensor=2)
+    assert dict(mesh.shape) == {"data": 2, "expert": 2, "tensor": 2}
+    assert mesh.axis_names == AXES and mesh.axis_types == (AxisType.Auto,) * 3
+    assert set(mesh.devices.flat) == set(devices)
